@@ -830,19 +830,19 @@ def test_layers_of_one_make_are_tried_once(name, monkeypatch):
     """What is told of the others is what trials of them would show."""
     make, x, most = REPEATED[name]
     layers = [(str(k), layer) for k, layer in enumerate(make())]
-    calls, shown, real = [], [[], []], call_sizes.Meter.try_call
+    calls, shown, real = [], [[], []], call_sizes.Plans.try_call
     plain = call_sizes.try_call
     monkeypatch.setattr(call_sizes, "try_call", lambda *a: calls.append(0) or plain(*a))
 
     def noted(into):
         return lambda *a: into.append(real(*a)) or into[-1]
 
-    monkeypatch.setattr(call_sizes.Meter, "try_call", noted(shown[0]))
-    chain_plans.measured(layers, x, call_sizes.Meter())
+    monkeypatch.setattr(call_sizes.Plans, "try_call", noted(shown[0]))
+    chain_plans.measured(layers, x, call_sizes.Plans())
     assert len(calls) <= most
     monkeypatch.setattr(trials.Tried, "on", lambda *_: None)
-    monkeypatch.setattr(call_sizes.Meter, "try_call", noted(shown[1]))
-    chain_plans.measured(layers, x, call_sizes.Meter())
+    monkeypatch.setattr(call_sizes.Plans, "try_call", noted(shown[1]))
+    chain_plans.measured(layers, x, call_sizes.Plans())
     assert [*map(facts, shown[0])] == [*map(facts, shown[1])]
 
 

@@ -394,7 +394,7 @@ def test_the_first_step_in_training_measures_nothing_again(in_sequence, memory, 
     x = x if in_sequence else inputs()
     division = rg.budget(model, least_of(model, x) if memory == "least" else memory, x)
     assert division.total_bytes < division.ordinary_bytes
-    for name in ("Meter.try_call", "Meter.measure"):
+    for name in ("Plans.try_call", "Plans.measure"):
         monkeypatch.setattr(f"retrograde.models.call_sizes.{name}", lambda *_: pytest.fail("again"))
     trained(model, x)
 
@@ -743,7 +743,7 @@ def test_a_number_that_is_annealed_is_not_measured_again(monkeypatch):
     plain = copy.deepcopy(model)
     rg.budget(model, "60%", x)
     monkeypatch.setattr(
-        "retrograde.models.call_sizes.Meter.measure", lambda *_, **__: pytest.fail("again")
+        "retrograde.models.call_sizes.Plans.measure", lambda *_, **__: pytest.fail("again")
     )
     for p in (0.1, 0.2, 0.3):
         for block in (*model.blocks, *plain.blocks):

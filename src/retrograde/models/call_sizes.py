@@ -46,7 +46,7 @@ from retrograde.run.transforms import is_unreal, refuse_sharded, refuse_transfor
 from retrograde.sizes.cache import LRUCache
 from retrograde.units import format_bytes
 
-__all__ = ["Kind", "Meter", "Plans"]
+__all__ = ["Kind", "Plans"]
 
 _MARK_BYTES = 8  # one number, which tells a generator's position before and after a run
 _ROUNDS = 3
@@ -186,59 +186,6 @@ _TURNED, _FORWARD = -1, -2  # kept, with a turned gradient; and run without a gr
 _ORDER = (_TURNED, DROPPED_LEAN, DROPPED, LEAN, KEPT)
 
 
-class Meter:
-    """Tries and measures calls; each once for layers of one make. It times layers of one class
-    once."""
-
-    def __init__(self) -> None:
-        self.tried: dict[Hashable, Tried] = {}
-        self.sizes: dict[Hashable, CallSizes] = {}
-        self.seconds: dict[Hashable, dict[int, float]] = {}
-
-    def try_call(
-        self, name: str, forward: Callable[..., Any], layers: Sequence[nn.Module], given: Given
-    ) -> Tried:
-        """Return what a trial of a call shows.
-
-        Raises:
-            CellError: the call cannot be run again.
-        """
-        key = make_of(parts_of(layers)), given.kind()
-        known = self.tried[key].on(name, forward, layers) if key in self.tried else None
-        if known is not None:
-            return known
-        found = try_call(name, forward, layers, given)
-        if key[0] is not None:
-            self.tried[key] = found
-        return found
-
-    def measure(
-        self, unit: Unit, layers: Sequence[nn.Module], given: Given,
-        made: Sequence[Tensor | None] | None, repeats: int | None = None,
-    ) -> CallSizes:  # fmt: skip
-        """Return the sizes of a call. ``made`` are the tensors that the call before made, None for
-        one that lies in memory of its own input; or None for the first call."""
-        parts, kind, first = parts_of(layers), given.kind(), made is None
-        made = tensors_in(given.state) if made is None else made
-        state = [t for t in made if t is not None]
-        memory = first or tuple(t if t is None else t.untyped_storage().nbytes() for t in made)
-        key = make_of(parts), kind, memory
-        if key[0] is None or key not in self.sizes:
-            one = _Measurement(unit, given, state, first=first)
-            shapes = [[t.shape for t in part.parameters(recurse=False)] for part in parts]
-            alike = tuple(map(type, parts)), str(shapes), kind
-            with unit.ambient.measured():
-                phases, taken = _phases(one)
-                found = measure_phases(phases, device=one.device)
-                if alike not in self.seconds:
-                    self.seconds[alike] = _seconds(phases, taken, repeats)
-            self.sizes[key] = _sizes(one, found, self.seconds[alike])
-        return self.sizes[key]
-
-    def __reduce__(self) -> Any:
-        return type(self), ()
-
-
 @dataclass
 class Kind:
     """What is known of the passes with one kind of input.
@@ -301,8 +248,11 @@ class Kind:
         if memory not in self.plans:
             smallest = self.least_bytes
             if memory < smallest:
-                sizes = zip(self.units, self.sizes, strict=True)
-                largest = max(sizes, key=lambda pair: min(map(_peak, pair[1].ways)))[0].name
+                peaks = [
+                    min(max(way.first_bytes, way.backward_bytes) for way in size.ways)
+                    for size in self.sizes
+                ]
+                largest = self.units[peaks.index(max(peaks))].name
                 raise BudgetError(
                     f"the memory of {memory} bytes ({format_bytes(memory)}) is too small for an "
                     f"input of this kind: expected at least {smallest} bytes "
@@ -321,11 +271,17 @@ class Kind:
 
 
 class Plans:
-    """The measurements and plans of the recent passes through some layers."""
+    """The measurements and plans of the recent passes through some layers. Calls of layers of one
+    make are tried and measured once, and those of one class are timed once. A copy is empty."""
 
     def __init__(self) -> None:
         self.kinds: LRUCache[Kind] = LRUCache()
-        self.meter = Meter()
+        self.tried: dict[Hashable, Tried] = {}
+        self.sizes: dict[Hashable, CallSizes] = {}
+        self.seconds: dict[Hashable, dict[int, float]] = {}
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
 
     def kind_of(
         self, layers: Sequence[nn.Module], given: Given, find: Callable[[], Kind], *,
@@ -349,9 +305,45 @@ class Plans:
         key = given.kind(), texts, tuple(map(id, layers))
         return self.kinds.get(key, find, (*parts, *tensors))
 
+    def try_call(
+        self, name: str, forward: Callable[..., Any], layers: Sequence[nn.Module], given: Given
+    ) -> Tried:
+        """Return what a trial of a call shows.
 
-def _peak(way: Way) -> int:
-    return max(way.first_bytes, way.backward_bytes)
+        Raises:
+            CellError: the call cannot be run again.
+        """
+        key = make_of(parts_of(layers)), given.kind()
+        known = self.tried[key].on(name, forward, layers) if key in self.tried else None
+        if known is not None:
+            return known
+        found = try_call(name, forward, layers, given)
+        if key[0] is not None:
+            self.tried[key] = found
+        return found
+
+    def measure(
+        self, unit: Unit, layers: Sequence[nn.Module], given: Given,
+        made: Sequence[Tensor | None] | None, repeats: int | None = None,
+    ) -> CallSizes:  # fmt: skip
+        """Return the sizes of a call. ``made`` are the tensors that the call before made, None for
+        one that lies in memory of its own input; or None for the first call."""
+        parts, kind, first = parts_of(layers), given.kind(), made is None
+        made = tensors_in(given.state) if made is None else made
+        state = [t for t in made if t is not None]
+        memory = first or tuple(t if t is None else t.untyped_storage().nbytes() for t in made)
+        key = make_of(parts), kind, memory
+        if key[0] is None or key not in self.sizes:
+            one = _Measurement(unit, given, state, first=first)
+            shapes = [[t.shape for t in part.parameters(recurse=False)] for part in parts]
+            alike = tuple(map(type, parts)), str(shapes), kind
+            with unit.ambient.measured():
+                phases, taken = _phases(one)
+                found = measure_phases(phases, device=one.device)
+                if alike not in self.seconds:
+                    self.seconds[alike] = _seconds(phases, taken, repeats)
+            self.sizes[key] = _sizes(one, found, self.seconds[alike])
+        return self.sizes[key]
 
 
 def _phases(one: _Measurement) -> tuple[list[Callable[[], None]], dict[int, float]]:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError
-from retrograde.models.call_sizes import Kind, Meter, Plans
+from retrograde.models.call_sizes import Kind, Plans
 from retrograde.models.refill import Row, made_by, tensors_in
 from retrograde.models.trials import Given, Tried
 from retrograde.plan.calls import CallSizes, Part, kept_whole, peak_of, seconds_of
@@ -160,7 +160,7 @@ class ChainPlans(Plans):
         layers = _apart(net)
         return self.kind_of(
             [layer for _, layer in layers], Given((input,), {}, 0),
-            lambda: measured(layers, input, self.meter), fractions=True,
+            lambda: measured(layers, input, self), fractions=True,
         )  # fmt: skip
 
 
@@ -179,7 +179,7 @@ def measure_network(net: nn.Sequential, input: Any, repeats: int) -> Chain:
     """
     if not any(t.requires_grad for t in (*tensors_in(input), *net.parameters())):
         raise CellError(_NOTHING)
-    kind = measured(_apart(net), input, Meter(), repeats)
+    kind = measured(_apart(net), input, Plans(), repeats)
     return chain_of([unit.name for unit in kind.units], kind.sizes)
 
 
@@ -209,7 +209,7 @@ def chain_of(names: Sequence[str], sizes: Sequence[CallSizes]) -> Chain:
     )
 
 
-def measured(layers: Layers, input: Any, meter: Meter, repeats: int | None = None) -> Kind:
+def measured(layers: Layers, input: Any, plans: Plans, repeats: int | None = None) -> Kind:
     """Divide layers into units, and try and measure each, on an input.
 
     Raises:
@@ -217,18 +217,18 @@ def measured(layers: Layers, input: Any, meter: Meter, repeats: int | None = Non
     """
     together = -(-len(layers) // _MOST_UNITS)
     kind, made, value = Kind(), None, _alone(input, None)
-    tried = _try(layers[:1], value, meter)
+    tried = _try(layers[:1], value, plans)
     if tried.writes:
         raise CellError(_WRITES.format(layers[0][0], "the chain's input"))
     while layers:
         after, size = tried, 1
         while size < len(layers):
-            after = _try(layers[size : size + 1], _result(tried, value), meter)
+            after = _try(layers[size : size + 1], _result(tried, value), plans)
             begins = not kind.units and not tried.is_apart
             if after.is_apart and not (after.writes or begins or size < together):
                 break
             size += 1
-            tried = _try(layers[:size], value, meter)
+            tried = _try(layers[:size], value, plans)
             if tried.writes:
                 whose = (
                     f"what layer {layers[0][0]} was given" if kind.units else "the chain's input"
@@ -236,7 +236,7 @@ def measured(layers: Layers, input: Any, meter: Meter, repeats: int | None = Non
                 raise CellError(_WRITES.format(layers[size - 1][0], whose))
         modules, given = [layer for _, layer in layers[:size]], Given((value,), {}, 0)
         # The unit's result is not held meanwhile, but computed once more.
-        found = meter.measure(tried.unit, modules, given, made, repeats)
+        found = plans.measure(tried.unit, modules, given, made, repeats)
         kind.add(tried.unit, found, last=size == len(layers))
         if size < len(layers):
             value = _result(tried, value)
@@ -245,7 +245,7 @@ def measured(layers: Layers, input: Any, meter: Meter, repeats: int | None = Non
     return _parted(kind)
 
 
-def _try(layers: Layers, value: Any, meter: Meter) -> Tried:
+def _try(layers: Layers, value: Any, plans: Plans) -> Tried:
     """Try a unit of some layers."""
     given, name = Given((value,), {}, 0), "-".join(dict.fromkeys((layers[0][0], layers[-1][0])))
     if (reason := given.refusal()) is not None:
@@ -257,7 +257,7 @@ def _try(layers: Layers, value: Any, meter: Meter) -> Tried:
             value = layer(value)
         return value
 
-    return meter.try_call(name, forward, modules, given)
+    return plans.try_call(name, forward, modules, given)
 
 
 def _result(tried: Tried, value: Any) -> Any:

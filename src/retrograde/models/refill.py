@@ -130,6 +130,11 @@ class Dropped:
             result = forward(*args, **kwargs)
         self.trail.arrive(len(self.saved))
         self.moved += self.unit.ambient.steady.changes(self.marks, f"layer {self.unit.name}")
+        if any(one.is_overwritten() for one in self.given):
+            raise CellError(
+                f"layer {self.unit.name} writes in place to what it is given, which is used again: "
+                "expected it to leave that as it is; give it inplace=False"
+            )
         return result
 
     def _drop(self, ours: set[int], t: Tensor) -> Any:
@@ -151,19 +156,6 @@ class Dropped:
     def is_hidden(self) -> bool:
         """Return whether the row has the input."""
         return any(one.is_hidden() for one in self.given)
-
-    def check(self) -> None:
-        """Refuse a call that wrote to what it was given."""
-        for one in self.given:
-            if (
-                one.value is not None
-                and one.source is not None
-                and version(one.value) != one.version
-            ):
-                raise CellError(
-                    f"layer {self.unit.name} writes in place to what it is given, which is used "
-                    "again: expected it to leave that as it is; give it inplace=False"
-                )
 
     def _arguments(self, state: State) -> tuple[Any, Any, set[int]]:
         """Return the arguments, without the graph that they came from, and their ids."""
@@ -295,10 +287,14 @@ class _Given:
     def is_hidden(self) -> bool:
         return self.source is not None and self.value is None
 
+    def is_overwritten(self) -> bool:
+        has_tensor = self.source is not None and self.value is not None
+        return has_tensor and version(self.value) != self.version
+
     def again(self, state: State) -> Any:
         if self.source is None:
             return self.value
-        if self.value is not None and version(self.value) != self.version:
+        if self.is_overwritten():
             raise recipes.overwritten(self.value.shape, version(self.value), self.version)
         leaf = self.value if self.value is not None else state[self.place]
         assert leaf is not None
@@ -339,7 +335,6 @@ class Row:
             lean=way == DROPPED_LEAN, row=self if grouped else None, number=number,
         )  # fmt: skip
         result = call.run(forward, args, kwargs)
-        call.check()
         if grouped:
             call.before = before
             self.calls[number] = ref(call)

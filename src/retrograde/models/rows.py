@@ -225,8 +225,8 @@ class CalledRow:
 
         with MEASURING:  # another thread may be measuring the same
             if len(kind.sizes) == at:
-                unit = self.plans.meter.try_call(self.names[k], forward, layers, given).unit
-                found = self.plans.meter.measure(unit, layers, given, made)
+                unit = self.plans.try_call(self.names[k], forward, layers, given).unit
+                found = self.plans.measure(unit, layers, given, made)
                 kind.add(unit, found, last=at + 1 == len(kind.active))
 
 

@@ -180,10 +180,6 @@ class Sequential(nn.Sequential):
         options = {name: vars(self)[name] for name in names}
         return ", ".join(f"{k}={v!r}" for k, v in options.items() if v not in (None, "auto"))
 
-    def __getstate__(self) -> dict[str, Any]:
-        fresh = {"_scan_choices": LRUCache(most=SCAN_CHOICES), "_plans": ChainPlans()}
-        return {**super().__getstate__(), **fresh}  # type: ignore[misc, no-untyped-call]
-
 
 # A chain inside another layer is part of that layer's Jacobian.
 register_layer(Sequential, parts=lambda net: nn.Sequential(*net))
