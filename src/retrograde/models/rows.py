@@ -37,13 +37,6 @@ from retrograde.run.transforms import uncompiled
 
 __all__ = ["CalledRow", "RefusedLayerError", "Turn", "passes_through", "release", "rides"]
 
-_ACTIVATIONS = {  # their results depend on their input alone
-    getattr(nn, name)
-    for name in (
-        "Threshold", "ReLU", "ReLU6", "Hardtanh", "Hardsigmoid", "SiLU", "Mish", "Hardswish",
-        "ELU", "CELU", "SELU", "LeakyReLU",
-    )
-}  # fmt: skip
 _OUT_OF_TURN = "it is not called in turn where gradients are recorded"
 _MARK = "_retrograde_pass"  # an attribute of the tensor that a layer hands on
 
@@ -252,7 +245,9 @@ def release(modules: Iterable[nn.Module]) -> None:
 
 def rides(module: nn.Module) -> bool:
     """Return whether a module is a rider: an activation that works in place."""
-    return type(module) in _ACTIVATIONS and bool(getattr(module, "inplace", False))
+    kind = type(module)
+    is_activation = kind.__module__ == nn.ReLU.__module__ and kind is not nn.RReLU  # which draws
+    return is_activation and bool(getattr(module, "inplace", False))
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:

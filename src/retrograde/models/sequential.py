@@ -6,7 +6,6 @@ Jacobians (:mod:`retrograde.scan.chain_scan`), and ``memory`` bounds the bytes o
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -17,7 +16,7 @@ from retrograde.models.chain_plans import ChainFit, ChainPlans, named_layers
 from retrograde.run.transforms import uncompiled
 from retrograde.scan.chain_scan import SCAN_CHOICES, ChainScan, ScanChoice
 from retrograde.scan.sparse.composition import Residual
-from retrograde.scan.sparse.feedforward import Algorithm, LayerCall
+from retrograde.scan.sparse.feedforward import Algorithm
 from retrograde.scan.sparse.rules import register_layer
 from retrograde.scan.sparse.transposed import room
 from retrograde.sizes.cache import LRUCache
@@ -129,21 +128,6 @@ class Sequential(nn.Sequential):
     def _fit_within(self, memory: Memory, input: Any) -> ChainFit:
         """Return the result of :meth:`fit` for another budget; nothing is changed."""
         return self._plans.fit(self, memory, input)
-
-    def outlook(self, steps: Sequence[LayerCall], *, whole: bool) -> ScanChoice:
-        """Return the chosen scan for a batch, and the costs of each; cached by shape.
-
-        Args:
-            steps: the layers, as run on the batch.
-            whole: whether the gradient of the first layer's input is also wanted.
-
-        Returns:
-            The choice.
-
-        Raises:
-            ScanError: the scan that the options name does not fit.
-        """
-        return self._scan().choose(steps, whole=whole)
 
     def explain(self, input: Tensor) -> ScanChoice:
         """Return the scan that a call would use, and the reason; nothing is trained.
