@@ -154,7 +154,7 @@ def budget(model: nn.Module, memory: Memory, sample: Any) -> Division:
     parse_memory(memory)
     _check(model, sample)
     order = called_in_turn(model, sample)
-    refused = order.refusals() if order else {}
+    refused = order.refusals()
     watched, elsewhere, useless = _watched(model, sample, order, refused)
     needs = [one for one in watched if one.calls]
     if not needs:
@@ -200,7 +200,7 @@ def _check(model: nn.Module, sample: Any) -> None:
 def _watched(
     model: nn.Module,
     sample: Any,
-    order: CallOrder | None,
+    order: CallOrder,
     refused: dict[str, str],
 ) -> tuple[list[Watched], int, int]:
     """Run the model on the sample. Return its parts with their calls and sizes, and the bytes that
@@ -210,8 +210,7 @@ def _watched(
     again.
     """
     while True:
-        runs = order.preferred if order else []
-        watched: list[Watched] = [*_modules(model), *map(WatchedRow, runs)]
+        watched: list[Watched] = [*_modules(model), *map(WatchedRow, order.preferred)]
         try:
             with untouched(model), torch.enable_grad(), ExitStack() as stack:
                 for one in watched:
@@ -219,7 +218,6 @@ def _watched(
                 elsewhere = bytes_elsewhere(model, sample)
         except RefusedLayerError as refusal:
             refused[refusal.name] = refusal.reason
-            assert order is not None
             order.refuse(type(refusal.layer))
             continue
         without = [one for one in watched if one.useless]

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from retrograde.cells.any_recurrent import Recurrent
+from retrograde.models.chain_plans import is_hooked
 from retrograde.models.refill import made_by, tensors_in
 from retrograde.models.replace_modules import is_chain
 from retrograde.models.rows import passes_through, rides
@@ -265,13 +266,9 @@ def _opened(around: ModuleCall, ready: set[int]) -> list[ModuleCall]:
 
 
 def _is_sequential(module: nn.Module) -> bool:
-    tables = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+    calls = container.Sequential.forward
     plain = isinstance(module, container.Sequential) and "forward" not in vars(module)
-    return (
-        plain
-        and type(module).forward is container.Sequential.forward
-        and not any(getattr(module, table) for table in tables)
-    )
+    return plain and type(module).forward is calls and not is_hooked(module)
 
 
 def _is_straight(call: ModuleCall, layers: Layers, ready: set[int]) -> bool:

@@ -28,7 +28,7 @@ from retrograde.run.core import unrecorded
 from retrograde.schedule import Chain
 from retrograde.units import Memory, as_bytes, format_bytes
 
-__all__ = ["ChainFit", "ChainPlans", "measure_network", "named_layers"]
+__all__ = ["ChainFit", "ChainPlans", "is_hooked", "measure_network", "named_layers"]
 
 _MOST_UNITS = 200  # a plan for more takes long: neighbours are taken together
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -291,6 +291,11 @@ def _parted(kind: Kind) -> Kind:
     return replace(kind, units=units, still=Steady(tuple(still)))
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """Return whether a module has hooks, so that a call of it is more than its forward."""
+    return any(getattr(module, hooks) for hooks in _HOOKS)
+
+
 def named_layers(
     net: nn.Sequential, opens: Callable[[nn.Sequential], bool], prefix: str = ""
 ) -> Iterator[tuple[str, nn.Module]]:
@@ -299,11 +304,7 @@ def named_layers(
     The layers of a nested chain without hooks are yielded one by one where ``opens`` returns true.
     """
     for name, layer in net._modules.items():  # one layer may stand in it twice
-        if (
-            isinstance(layer, nn.Sequential)
-            and opens(layer)
-            and not any(getattr(layer, hooks) for hooks in _HOOKS)
-        ):
+        if isinstance(layer, nn.Sequential) and opens(layer) and not is_hooked(layer):
             yield from named_layers(layer, opens, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", layer

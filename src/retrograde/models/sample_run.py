@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from retrograde.errors import BudgetError, CellError
-from retrograde.models.call_order import CallOrder, Layers, noted
+from retrograde.models.call_order import CallOrder, Layers, ModuleCall, noted
 from retrograde.models.call_sizes import Kind
 from retrograde.models.refill import tensors_in
 from retrograde.models.replace_modules import (
@@ -151,12 +151,16 @@ class WatchedModule(Watched):
 
         @uncompiled
         def forward(*args: Any, **kwargs: Any) -> Any:
-            given = [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
+            values = (*args, *kwargs.values())
+            given = tensors_in(values)
             used = [*given, *self._trained()]
             if not (torch.is_grad_enabled() and any(t.requires_grad for t in used)):
                 return run(*args, **kwargs)
             refuse_transforms(used)
-            kind = (*map(signature, given), *_sizes(args), *_sizes(tuple(kwargs.values())))
+            # The bytes of packed sequences depend on their sizes besides the shapes.
+            packed = [value for value in values if isinstance(value, PackedSequence)]
+            sizes = (tuple(one.batch_sizes.tolist()) for one in packed)
+            kind = (*map(signature, given), *sizes)
             self._seen(kind, lambda: self._ask(args, kwargs))
             with torch.no_grad():
                 outputs = run(*args, **kwargs)
@@ -217,19 +221,20 @@ def run_name(run: Layers) -> str:
     return f"{run[0].name} … {run[-1].name}"
 
 
-def called_in_turn(model: nn.Module, sample: Any) -> CallOrder | None:
+def called_in_turn(model: nn.Module, sample: Any) -> CallOrder:
     """Return the calls of a model on a sample, with its preferred runs of layers.
 
-    The result is None if the model has too few parts for a run of layers, or if it raises.
+    There are none if the model has too few parts for a run of layers, or if it raises.
     """
     model = getattr(model, "_orig_mod", model)  # if it is compiled
     aside = (nn.RNNBase, container.Sequential, container.ModuleList, container.ModuleDict)
+    none = CallOrder(ModuleCall("", model))
     if sum(not isinstance(m, aside) for m in model.modules()) < 2:
-        return None
+        return none
     try:
         order, draws, python = _noted(model, sample)
     except Exception:  # the run that measures will raise it again
-        return None
+        return none
     order.preferred = order.runs()
     fills = (0.0, _ALMOST_ONE) if draws else ()
     if python or any(_noted(model, sample, fill)[0].names != order.names for fill in fills):
@@ -295,11 +300,6 @@ def _memory(t: Tensor) -> tuple[int, int]:
     if t.layout is not torch.strided:
         return 0, 0
     return t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()
-
-
-def _sizes(args: tuple[Any, ...]) -> list[Hashable]:
-    """Return the sizes of packed sequences, on which their bytes depend besides the shapes."""
-    return [tuple(a.batch_sizes.tolist()) for a in args if isinstance(a, PackedSequence)]
 
 
 def _as_if_recorded(outputs: Any, given: Sequence[Tensor]) -> Any:
