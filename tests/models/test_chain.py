@@ -15,6 +15,7 @@ from torch.nn import functional
 import retrograde as rg
 from retrograde.errors import BudgetError, CellError, RetrogradeError, UnitError
 from retrograde.models import call_sizes, chain_plans, trials
+from retrograde.models.given import Given
 from retrograde.models.refill import Dropped
 
 PARTS = [1.0, 0.6, 0.2, 0.0]  # of what lies between the least budget and the ordinary one
@@ -880,11 +881,11 @@ def test_a_rerun_that_ends_early_notices_draws_of_another_thread():
     done = threading.Event()
     threading.Thread(target=done.wait, daemon=True).start()
     try:
-        given = trials.Given((torch.ones(9, 9),), {}, 0)
+        given = Given((torch.ones(9, 9),))
         unit = trials.try_call("0", Disturbed(), [Disturbed()], given).unit
         x = torch.ones(9, 9, requires_grad=True)
-        call = Dropped(unit, (x,), {}, lean=False)
-        y = call.run(unit.forward, (x,), {})
+        call = Dropped(unit, Given((x,)), lean=False)
+        y = call.run(unit.forward, Given((x,)))
         with pytest.raises(CellError, match="another thread drew"):
             y.sum().backward()
     finally:

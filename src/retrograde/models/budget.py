@@ -35,7 +35,7 @@ from torch.nn.parameter import is_lazy
 
 from retrograde.errors import BudgetError, CellError
 from retrograde.models.call_order import CallOrder
-from retrograde.models.refill import tensors_in
+from retrograde.models.given import tensors_in
 from retrograde.models.replace_modules import is_chain
 from retrograde.models.rows import RefusedLayerError, release
 from retrograde.models.sample_run import (

@@ -18,16 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import container
-from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from retrograde.cells.any_recurrent import Recurrent
 from retrograde.models.chain_plans import is_hooked
-from retrograde.models.refill import made_by, tensors_in
+from retrograde.models.given import Given, made_by, tensors_in
 from retrograde.models.replace_modules import is_chain
 from retrograde.models.rows import passes_through, rides
 from retrograde.models.sequential import Sequential
-from retrograde.models.trials import Given
 from retrograde.replay.surroundings import version
 from retrograde.replay.trial_watch import in_checkpoint
 
@@ -76,21 +74,19 @@ class ModuleCall:
 Layers = list[ModuleCall]
 
 
-class _Begun:
+class _Begun(Given):
     """The arguments of a call, and the tensors' versions, when it began."""
 
     def __init__(self, args: Any, kwargs: Any) -> None:
-        self.leaves, self.spec = pytree.tree_flatten((args, kwargs))
+        super().__init__(args, kwargs)
         self.versions = {id(t): version(t) for t in tensors_in(self.leaves)}
 
-    def refusal(self, args: Any, kwargs: Any) -> str | None:
-        """Return why a call cannot be run again with the arguments that it ends with, or None."""
-        if (reason := Given(args, kwargs, 0).refusal()) is not None:
-            return reason
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        if spec != self.spec or any(a is not b for a, b in zip(leaves, self.leaves, strict=True)):
+    def changes(self, now: Given) -> str | None:
+        """Return why a call cannot be run again that ends with these arguments, or None."""
+        if self.spec != now.spec or [*map(id, self.leaves)] != [*map(id, now.leaves)]:
             return "changes a list or a dict that it is given: expected it to return what is new"
-        return "" if any(version(t) != self.versions[id(t)] for t in tensors_in(leaves)) else None
+        writes = any(version(t) != self.versions[id(t)] for t in tensors_in(self.leaves))
+        return "" if writes else None
 
 
 @contextmanager
@@ -130,7 +126,7 @@ def noted(model: nn.Module) -> Iterator[ModuleCall]:
         elif not call.given or not _is_plain(module):
             call.refusal = ""
         else:
-            call.refusal = begun.refusal(args, kwargs)
+            call.refusal = begun.refusal() or begun.changes(Given(args, kwargs))
             if call.refusal is None and not any(t is not None for t in made):
                 call.refusal = ""
         found = tensors_in(result)

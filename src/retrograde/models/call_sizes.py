@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
 
 from retrograde.errors import BudgetError, CellError
 from retrograde.machine import now
 from retrograde.measure.allocations import Phase, measure_phases
+from retrograde.models.given import Given, tensors_in
 from retrograde.models.refill import (
     DROPPED,
     DROPPED_LEAN,
@@ -26,10 +26,8 @@ from retrograde.models.refill import (
     LEAN,
     Row,
     Unit,
-    tensors_in,
 )
 from retrograde.models.trials import (
-    Given,
     Tried,
     enter,
     make_of,
@@ -80,8 +78,8 @@ class _Measurement:
 
     def __init__(self, unit: Unit, given: Given, state: Sequence[Tensor], *, first: bool) -> None:
         self.unit, self.given, self.first, self.turned = unit, state, first, False
-        leaves, self.spec = pytree.tree_flatten((given.args, given.kwargs))
-        self.device = next(t.device for t in leaves if isinstance(t, Tensor))
+        leaves, self.spec = given.leaves, given.spec
+        self.device = tensors_in(leaves)[0].device
         ours = {id(t): n for n, t in enumerate(state)}
         self.places = [ours.get(id(leaf)) for leaf in leaves]
         self.leaves = [None if id(leaf) in ours else leaf for leaf in leaves]
@@ -131,8 +129,8 @@ class _Measurement:
             args, kwargs, wanted = self._arguments()
             self.edges = [get_gradient_edge(t) for t in wanted]
             wanted.clear()
-            row = Row((Part(0, 1, way),))
-            self.result, _ = row.run(0, self.unit, self.unit.forward, args, kwargs, (), None)
+            row, given = Row((Part(0, 1, way),)), Given(args, kwargs)
+            self.result, _ = row.run(0, self.unit, self.unit.forward, given, (), None)
 
     def _arguments(self) -> tuple[Any, Any, list[Tensor]]:
         """Return the arguments, and those of them that want a gradient."""

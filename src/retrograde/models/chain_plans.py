@@ -20,8 +20,9 @@ from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError
 from retrograde.models.call_sizes import Kind, Plans
-from retrograde.models.refill import Row, made_by, tensors_in
-from retrograde.models.trials import Given, Tried
+from retrograde.models.given import Given, made_by, tensors_in
+from retrograde.models.refill import Row
+from retrograde.models.trials import Tried
 from retrograde.plan.calls import CallSizes, Part, kept_whole, peak_of, seconds_of
 from retrograde.replay.surroundings import Steady
 from retrograde.run.core import unrecorded
@@ -145,9 +146,9 @@ class ChainPlans(Plans):
         row, before, value, made = Row(plan), None, input, list[Tensor | None]()
         still, dropped = kind.still.marks(), []
         for number, unit in enumerate(kind.units):
-            args = (value,) if isinstance(value, Tensor) else Given.of((value,), {}, 0).args
-            value, before = row.run(number, unit, unit.forward, args, {}, made, before)
-            made = made_by(value, args)
+            given = Given((value,))
+            value, before = row.run(number, unit, unit.forward, given, made, before)
+            made = made_by(value, given.leaves)
             dropped += [ref(before)] if before is not None else []
         first, last = kind.units[0].name, kind.units[-1].name
         moved = kind.still.changes(still, f"one of the layers {first} … {last}")
@@ -159,7 +160,7 @@ class ChainPlans(Plans):
     def _kind(self, net: nn.Sequential, input: Any) -> Kind | None:
         layers = _apart(net)
         return self.kind_of(
-            [layer for _, layer in layers], Given((input,), {}, 0),
+            [layer for _, layer in layers], Given((input,)),
             lambda: measured(layers, input, self), fractions=True,
         )  # fmt: skip
 
@@ -234,20 +235,20 @@ def measured(layers: Layers, input: Any, plans: Plans, repeats: int | None = Non
                     f"what layer {layers[0][0]} was given" if kind.units else "the chain's input"
                 )
                 raise CellError(_WRITES.format(layers[size - 1][0], whose))
-        modules, given = [layer for _, layer in layers[:size]], Given((value,), {}, 0)
+        modules, given = [layer for _, layer in layers[:size]], Given((value,))
         # The unit's result is not held meanwhile, but computed once more.
         found = plans.measure(tried.unit, modules, given, made, repeats)
         kind.add(tried.unit, found, last=size == len(layers))
         if size < len(layers):
             value = _result(tried, value)
-            made = made_by(value, given.args)
+            made = made_by(value, given.leaves)
         layers, tried = layers[size:], after
     return _parted(kind)
 
 
 def _try(layers: Layers, value: Any, plans: Plans) -> Tried:
     """Try a unit of some layers."""
-    given, name = Given((value,), {}, 0), "-".join(dict.fromkeys((layers[0][0], layers[-1][0])))
+    given, name = Given((value,)), "-".join(dict.fromkeys((layers[0][0], layers[-1][0])))
     if (reason := given.refusal()) is not None:
         raise CellError(f"layer {name} {reason}")
     modules = [layer for _, layer in layers]

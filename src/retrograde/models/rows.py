@@ -29,8 +29,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from retrograde.errors import CellError
 from retrograde.measure.allocations import MEASURING
 from retrograde.models.call_sizes import Kind, Plans
-from retrograde.models.refill import Dropped, Row, made_by, tensors_in
-from retrograde.models.trials import Given
+from retrograde.models.given import Given, made_by, tensors_in
+from retrograde.models.refill import Dropped, Row
 from retrograde.plan.calls import kept_whole
 from retrograde.replay.surroundings import version
 from retrograde.run.transforms import uncompiled
@@ -132,27 +132,25 @@ class CalledRow:
         forward = own_forward(self.calls[number][1])
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        given = Given.of(args, kwargs, 0 if part else self.slots[k])
+        given = Given(args, kwargs, 0 if part else self.slots[k])
         if (reason := given.refusal()) is not None:
             raise CellError(f"layer {self.names[k]} {reason}")
         now = self._pass(number, given)
         if now is None or now.calls is None or k not in now.kind.active:
             result = forward(*args, **kwargs)
         elif part:
-            result = forward(*args) if now.last is None else now.last.run(forward, args, kwargs)
+            result = forward(*args) if now.last is None else now.last.run(forward, given)
         else:
             made = [None if y is None else y() for y in now.made]
             at = now.kind.active.index(k)
             self._measure(now.kind, at, given, made if at else None)
-            result, now.last = now.calls.run(
-                at, now.kind.units[at], forward, given.args, given.kwargs, made, now.last
-            )
+            result, now.last = now.calls.run(at, now.kind.units[at], forward, given, made, now.last)
         if now is not None and number + 1 < len(self.calls):
             now.next = number + 1
             if part or k not in now.kind.active:  # the same tensors as before
                 own: list[Tensor | None] = [*tensors_in(result)]
             else:
-                own = made_by(result, (args, kwargs))
+                own = made_by(result, given.leaves)
                 now.made = [y if y is None else ref(y) for y in own]
             for y in own:
                 if y is not None:

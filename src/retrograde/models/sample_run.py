@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 from retrograde.errors import BudgetError, CellError
 from retrograde.models.call_order import CallOrder, Layers, ModuleCall, noted
 from retrograde.models.call_sizes import Kind
-from retrograde.models.refill import tensors_in
+from retrograde.models.given import tensors_in
 from retrograde.models.replace_modules import (
     Budgeted,
     Swappable,

@@ -16,56 +16,17 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError
-from retrograde.models.refill import Unit, tensors_in
+from retrograde.models.given import Given, tensors_in, unflatten
+from retrograde.models.refill import Unit
 from retrograde.replay.dry_run import DryRun, try_out
 from retrograde.replay.referents import MODULE_TABLES, Referents, find_referents
 from retrograde.replay.surroundings import Ambient, version
 from retrograde.run.states import device_of
-from retrograde.sizes.cache import signature
 
 __all__ = [
-    "Given", "Tried", "enter", "make_of", "parts_of", "tensors_of", "texts_of", "try_call",
+    "Tried", "enter", "make_of", "parts_of", "tensors_of", "texts_of", "try_call",
     "wants_of",
 ]  # fmt: skip
-
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-
-
-@dataclass(frozen=True)
-class Given:
-    """The arguments of a layer. ``slot`` is the position or name of the state among them."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    slot: int | str
-
-    @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any], slot: int | str) -> "Given":
-        """Return the arguments of a call, with copies of the caller's lists and dicts."""
-        args, kwargs = pytree.tree_map(lambda leaf: leaf, (args, kwargs))
-        return cls(args, kwargs, slot)
-
-    @property
-    def state(self) -> Any:
-        """The state, or None if there is no such argument."""
-        held: Any = dict(enumerate(self.args)) if isinstance(self.slot, int) else self.kwargs
-        return held.get(self.slot)
-
-    def kind(self) -> Hashable:
-        """Return their key: the structure, the tensors' signatures, and the other values."""
-        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
-        known = (signature(v) if isinstance(v, Tensor) else (type(v), v) for v in leaves)
-        return str(spec), tuple(known)
-
-    def refusal(self) -> str | None:
-        """Return the reason why a layer cannot be recomputed with these arguments, or None."""
-        for leaf in pytree.tree_leaves((self.args, self.kwargs)):
-            if not isinstance(leaf, (Tensor, *_PLAIN)):
-                return (
-                    f"is given a {type(leaf).__name__}, which it may change: expected tensors and "
-                    "numbers; of a language model, call it with use_cache=False"
-                )
-        return None
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,13 +66,12 @@ def try_call(
     Raises:
         CellError: the call cannot be run again.
     """
-    leaves, spec = pytree.tree_flatten((given.args, given.kwargs))
-    tensors = tensors_in(leaves)
+    tensors = tensors_in(given.leaves)
     versions = [version(t) for t in tensors]
     anchors: list[ref[Tensor]] = []
 
     def call() -> Any:
-        args, kwargs, _, anchor = enter(leaves, wants_of(leaves), spec)
+        args, kwargs, _, anchor = enter(given.leaves, wants_of(given.leaves), given.spec)
         anchors.append(ref(anchor))
         return forward(*args, **kwargs)
 
@@ -140,7 +100,7 @@ def wants_of(leaves: Sequence[Any]) -> list[bool]:
 
 
 def enter(
-    leaves: Sequence[Any], wants: Sequence[bool], spec: pytree.TreeSpec
+    leaves: Sequence[Any], wants: Sequence[bool], spec: pytree.TreeSpec | None
 ) -> tuple[Any, Any, list[Tensor], Tensor]:
     """Return arguments without the graph that they came from, and those that want a gradient. The
     last result is the leaf of the graph that begins with these."""
@@ -150,7 +110,7 @@ def enter(
         given = list(_Enter.apply(anchor, *given))  # type: ignore[no-untyped-call]
     rest = iter(given)
     pairs = zip(leaves, wants, strict=True)
-    args, kwargs = pytree.tree_unflatten([next(rest) if want else x for x, want in pairs], spec)
+    args, kwargs = unflatten([next(rest) if want else x for x, want in pairs], spec)
     return args, kwargs, given, anchor
 
 
