@@ -890,3 +890,23 @@ def test_a_rerun_that_ends_early_notices_draws_of_another_thread():
             y.sum().backward()
     finally:
         done.set()
+
+
+class Writing(nn.Module):
+    """Writes to its input from some call on."""
+
+    def __init__(self):
+        super().__init__()
+        self.unseen = Unseen()
+
+    def forward(self, x):
+        return (x.add_(1) if self.unseen.calls else x + 1) * 2
+
+
+def test_a_dropped_layer_that_writes_to_its_input_later_only_is_refused():
+    writing, x = Writing(), torch.randn(50, 6)
+    unit = trials.try_call("0", writing, [writing], Given((x,))).unit
+    Dropped(unit, Given((x,)), lean=False).run(writing, Given((x,)))
+    writing.unseen.calls = 1
+    with pytest.raises(CellError, match="layer 0 writes in place to what it is given"):
+        Dropped(unit, Given((x,)), lean=False).run(writing, Given((x,)))

@@ -749,3 +749,36 @@ def test_a_number_that_is_annealed_is_not_measured_again(monkeypatch):
         for block in (*model.blocks, *plain.blocks):
             block.dropout.p = p
         same(trained(model, x), trained(plain, x))
+
+
+class Twice(Loop):
+    """Calls its row twice on inputs of one kind."""
+
+    def forward(self, x):
+        return super().forward(super().forward(x)[..., :6].detach().clone())
+
+
+def test_a_row_that_is_called_twice_holds_nothing_in_the_run_on_the_sample():
+    model, x = Twice(dropout=0.0), inputs()
+    plain, once = copy.deepcopy(model), rg.budget(Loop(dropout=0.0), "100%", x)
+    division = rg.budget(model, "100%", x)
+    assert division.shares["embed … norm"].calls == 2
+    assert division.ordinary_bytes == 2 * once.ordinary_bytes
+    assert division.elsewhere_bytes <= x.nbytes * WIDTH // 6
+    rg.budget(model, least_of(model, x), x)
+    same(trained(model, x), trained(plain, x))
+
+
+def test_layers_that_are_called_otherwise_with_gradients_are_no_row():
+    class Other(Loop):
+        def forward(self, x):
+            h = self.embed(x)
+            for block in self.blocks:
+                h = block(h * 1.0 if torch.is_grad_enabled() else h)
+            return self.norm(h)
+
+    model = nn.Sequential(Other(), nn.LSTM(WIDTH, 8))
+    division = rg.budget(model, "50%", inputs())
+    assert [*division.shares] == ["1"]
+    assert "not called in turn" in division.refused["0.blocks.0"]
+    assert not called(model)
