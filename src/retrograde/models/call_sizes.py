@@ -203,8 +203,8 @@ class Kind:
     still: Steady = field(default_factory=Steady)
 
     def add(self, unit: Unit, found: CallSizes, *, last: bool) -> None:
-        """Add the next call. What it hands on of what the call before made is held
-        throughout. A gradient that it hands on may wait in larger memory, or have to be copied."""
+        """Add the next call. What it hands on of what the call before made is held throughout. A
+        gradient that it hands on may wait in larger memory, or have to be copied."""
         handed = found.handed_bytes if self.sizes else 0
         for at in range(len(self.sizes) - 1, -1, -1) if found.apart_bytes else ():
             self.sizes[at] = self.sizes[at].held_back(found.apart_bytes)
@@ -324,8 +324,8 @@ class Plans:
         self, unit: Unit, layers: Sequence[nn.Module], given: Given,
         made: Sequence[Tensor | None] | None, repeats: int | None = None,
     ) -> CallSizes:  # fmt: skip
-        """Return the sizes of a call. ``made`` are the tensors that the call before made, None for
-        one that lies in memory of its own input; or None for the first call."""
+        """Return the sizes of a call. ``made`` are the tensors that the call before made, or None
+        for the first call. One that lies in memory of that call's own input is None."""
         parts, kind, first = parts_of(layers), given.kind(), made is None
         made = tensors_in(given.state) if made is None else made
         state = [t for t in made if t is not None]
@@ -345,8 +345,8 @@ class Plans:
 
 
 def _phases(one: _Measurement) -> tuple[list[Callable[[], None]], dict[int, float]]:
-    """Return the phases of a call, and the seconds of a forward pass, and of forward and backward
-    passes in each way, which a run of the phases adds to."""
+    """Return the phases of a call, and the seconds that each way takes, to which a run of the
+    phases adds. They are those of forward and backward passes, or of a forward pass alone."""
     taken = dict.fromkeys((_FORWARD, *_ORDER), 0.0)
 
     def clocked(way: int, step: Callable[[], None]) -> Callable[[], None]:

@@ -37,7 +37,7 @@ from retrograde.run.transforms import uncompiled
 
 __all__ = ["CalledRow", "RefusedLayerError", "Turn", "passes_through", "release", "rides"]
 
-_OUT_OF_TURN = "it is not called in turn where gradients are recorded"
+_OUT_OF_TURN = "is not called in turn where gradients are recorded"
 _MARK = "_retrograde_pass"  # an attribute of the tensor that a layer hands on
 
 
@@ -122,7 +122,7 @@ class CalledRow:
         try:
             return self._call(number, args, kwargs)
         except CellError as refusal:
-            if self.seen is None:
+            if self.seen is None or isinstance(refusal, RefusedLayerError):
                 raise
             reason = f"cannot be run again: {refusal}"
             raise RefusedLayerError(*self.calls[number], reason) from refusal
@@ -176,7 +176,7 @@ class CalledRow:
         if part == 0 and active[:1] == [k] and isinstance(state, Tensor):
             return self._begin(active, given)
         if k in active and self.seen is not None:
-            raise CellError(_OUT_OF_TURN)
+            raise RefusedLayerError(*self.calls[number], _OUT_OF_TURN)
         if k in active:
             warnings.warn(
                 f"layer {self.names[k]} was not called on the output of the layer before "
