@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import retrograde as rg
@@ -373,6 +373,8 @@ def test_a_parametrized_module_stays_parametrized():
         net(x)[0].square().sum().backward()
     for ours, other in zip(lstm.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, other.grad, rtol=1e-10, atol=1e-12)
+    parametrize.remove_parametrizations(lstm, "weight_hh_l0")
+    assert type(lstm) is rg.LSTM
 
 
 def test_the_division_is_a_table():

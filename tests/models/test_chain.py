@@ -15,6 +15,7 @@ from torch.nn import functional
 import retrograde as rg
 from retrograde.errors import BudgetError, CellError, RetrogradeError, UnitError
 from retrograde.models import call_sizes, chain_plans, trials
+from retrograde.models.given import Given
 from retrograde.models.refill import Dropped
 
 PARTS = [1.0, 0.6, 0.2, 0.0]  # of what lies between the least budget and the ordinary one
@@ -830,19 +831,19 @@ def test_layers_of_one_make_are_tried_once(name, monkeypatch):
     """What is told of the others is what trials of them would show."""
     make, x, most = REPEATED[name]
     layers = [(str(k), layer) for k, layer in enumerate(make())]
-    calls, shown, real = [], [[], []], call_sizes.Meter.try_call
+    calls, shown, real = [], [[], []], call_sizes.Plans.try_call
     plain = call_sizes.try_call
     monkeypatch.setattr(call_sizes, "try_call", lambda *a: calls.append(0) or plain(*a))
 
     def noted(into):
         return lambda *a: into.append(real(*a)) or into[-1]
 
-    monkeypatch.setattr(call_sizes.Meter, "try_call", noted(shown[0]))
-    chain_plans.measured(layers, x, call_sizes.Meter())
+    monkeypatch.setattr(call_sizes.Plans, "try_call", noted(shown[0]))
+    chain_plans.measured(layers, x, call_sizes.Plans())
     assert len(calls) <= most
     monkeypatch.setattr(trials.Tried, "on", lambda *_: None)
-    monkeypatch.setattr(call_sizes.Meter, "try_call", noted(shown[1]))
-    chain_plans.measured(layers, x, call_sizes.Meter())
+    monkeypatch.setattr(call_sizes.Plans, "try_call", noted(shown[1]))
+    chain_plans.measured(layers, x, call_sizes.Plans())
     assert [*map(facts, shown[0])] == [*map(facts, shown[1])]
 
 
@@ -862,11 +863,8 @@ def test_of_very_many_layers_neighbours_are_taken_together():
     assert same(step(plain, x), step(ours, x))
 
 
-def test_what_a_fit_no_longer_has_says_what_to_use():
+def test_a_fit_may_be_copied():
     fit = rg.Sequential(nn.Linear(2, 2), nn.Tanh(), memory="100%").fit(torch.ones(4, 2))
-    for name in ("chain", "schedule"):
-        with pytest.raises(AttributeError, match=r"rg\.profile\(net, input\) returns the chain"):
-            getattr(fit, name)
     assert copy.deepcopy(fit).names == pickle.loads(pickle.dumps(fit)).names == ("0", "1")
 
 
@@ -883,11 +881,32 @@ def test_a_rerun_that_ends_early_notices_draws_of_another_thread():
     done = threading.Event()
     threading.Thread(target=done.wait, daemon=True).start()
     try:
-        unit = trials.try_call("0", Disturbed(), [Disturbed()], (torch.ones(9, 9),), {}).unit
+        given = Given((torch.ones(9, 9),))
+        unit = trials.try_call("0", Disturbed(), [Disturbed()], given).unit
         x = torch.ones(9, 9, requires_grad=True)
-        call = Dropped(unit, (x,), {}, lean=False)
-        y = call.run(unit.forward, (x,), {})
+        call = Dropped(unit, Given((x,)), lean=False)
+        y = call.run(unit.forward, Given((x,)))
         with pytest.raises(CellError, match="another thread drew"):
             y.sum().backward()
     finally:
         done.set()
+
+
+class Writing(nn.Module):
+    """Writes to its input from some call on."""
+
+    def __init__(self):
+        super().__init__()
+        self.unseen = Unseen()
+
+    def forward(self, x):
+        return (x.add_(1) if self.unseen.calls else x + 1) * 2
+
+
+def test_a_dropped_layer_that_writes_to_its_input_later_only_is_refused():
+    writing, x = Writing(), torch.randn(50, 6)
+    unit = trials.try_call("0", writing, [writing], Given((x,))).unit
+    Dropped(unit, Given((x,)), lean=False).run(writing, Given((x,)))
+    writing.unseen.calls = 1
+    with pytest.raises(CellError, match="layer 0 writes in place to what it is given"):
+        Dropped(unit, Given((x,)), lean=False).run(writing, Given((x,)))

@@ -359,7 +359,7 @@ def test_frozen_layers_before_the_others_take_part_in_a_group():
         model.blocks[:3].requires_grad_(False)
     rg.budget(ours, 10**9, x)
     row, _ = vars(ours.embed)["forward"].places[0]
-    (known,) = (found.result for found in row.kinds._found.values())
+    (known,) = (found.result for found in row.plans.kinds._found.values())
     one = [Part(k, k + 1, 2) for k in range(len(known.sizes))]
     known.plans[row.memory] = (Part(0, len(one), 0, tuple(one)),)
     same(trained(ours, x), trained(theirs, x))
@@ -394,8 +394,8 @@ def test_the_first_step_in_training_measures_nothing_again(in_sequence, memory, 
     x = x if in_sequence else inputs()
     division = rg.budget(model, least_of(model, x) if memory == "least" else memory, x)
     assert division.total_bytes < division.ordinary_bytes
-    for name in ("Meter.try_call", "Meter.measure"):
-        monkeypatch.setattr(f"retrograde.models.rows.{name}", lambda *_: pytest.fail("again"))
+    for name in ("Plans.try_call", "Plans.measure"):
+        monkeypatch.setattr(f"retrograde.models.call_sizes.{name}", lambda *_: pytest.fail("again"))
     trained(model, x)
 
 
@@ -743,9 +743,42 @@ def test_a_number_that_is_annealed_is_not_measured_again(monkeypatch):
     plain = copy.deepcopy(model)
     rg.budget(model, "60%", x)
     monkeypatch.setattr(
-        "retrograde.models.rows.Meter.measure", lambda *_, **__: pytest.fail("again")
+        "retrograde.models.call_sizes.Plans.measure", lambda *_, **__: pytest.fail("again")
     )
     for p in (0.1, 0.2, 0.3):
         for block in (*model.blocks, *plain.blocks):
             block.dropout.p = p
         same(trained(model, x), trained(plain, x))
+
+
+class Twice(Loop):
+    """Calls its row twice on inputs of one kind."""
+
+    def forward(self, x):
+        return super().forward(super().forward(x)[..., :6].detach().clone())
+
+
+def test_a_row_that_is_called_twice_holds_nothing_in_the_run_on_the_sample():
+    model, x = Twice(dropout=0.0), inputs()
+    plain, once = copy.deepcopy(model), rg.budget(Loop(dropout=0.0), "100%", x)
+    division = rg.budget(model, "100%", x)
+    assert division.shares["embed … norm"].calls == 2
+    assert division.ordinary_bytes == 2 * once.ordinary_bytes
+    assert division.elsewhere_bytes <= x.nbytes * WIDTH // 6
+    rg.budget(model, least_of(model, x), x)
+    same(trained(model, x), trained(plain, x))
+
+
+def test_layers_that_are_called_otherwise_with_gradients_are_no_row():
+    class Other(Loop):
+        def forward(self, x):
+            h = self.embed(x)
+            for block in self.blocks:
+                h = block(h * 1.0 if torch.is_grad_enabled() else h)
+            return self.norm(h)
+
+    model = nn.Sequential(Other(), nn.LSTM(WIDTH, 8))
+    division = rg.budget(model, "50%", inputs())
+    assert [*division.shares] == ["1"]
+    assert "not called in turn" in division.refused["0.blocks.0"]
+    assert not called(model)

@@ -35,10 +35,10 @@ from torch.nn.parameter import is_lazy
 
 from retrograde.errors import BudgetError, CellError
 from retrograde.models.call_order import CallOrder
+from retrograde.models.given import tensors_in
 from retrograde.models.replace_modules import is_chain
-from retrograde.models.rows import release
+from retrograde.models.rows import RefusedLayerError, release
 from retrograde.models.sample_run import (
-    RefusedLayerError,
     Watched,
     WatchedModule,
     WatchedRow,
@@ -46,6 +46,7 @@ from retrograde.models.sample_run import (
     called_in_turn,
     untouched,
 )
+from retrograde.run.transforms import is_unreal
 from retrograde.units import Memory, aligned, as_bytes, format_bytes, parse_memory
 
 __all__ = ["Division", "Share", "budget"]
@@ -151,9 +152,9 @@ def budget(model: nn.Module, memory: Memory, sample: Any) -> Division:
         True
     """
     parse_memory(memory)
-    _check(model)
+    _check(model, sample)
     order = called_in_turn(model, sample)
-    refused = order.refusals() if order else {}
+    refused = order.refusals()
     watched, elsewhere, useless = _watched(model, sample, order, refused)
     needs = [one for one in watched if one.calls]
     if not needs:
@@ -180,20 +181,26 @@ def budget(model: nn.Module, memory: Memory, sample: Any) -> Division:
     return Division(model, shares, left, total, least, ordinary, refused, elsewhere + useless)
 
 
-def _check(model: nn.Module) -> None:
+def _check(model: nn.Module, sample: Any) -> None:
     if not isinstance(model, nn.Module):
         raise CellError(f"got a {type(model).__name__}: expected a torch.nn.Module")
-    if any(map(is_lazy, [*model.parameters(), *model.buffers()])):
+    held = [*model.parameters(), *model.buffers()]
+    if any(map(is_lazy, held)):
         raise CellError(
             "the model has parameters without a shape yet: expected all of them; call the lazy "
             "model once before"
+        )
+    if is_unreal([*held, *tensors_in(sample)]):
+        raise CellError(
+            "the model or its sample is on the meta device, or fake: expected real ones, for their "
+            "bytes are measured"
         )
 
 
 def _watched(
     model: nn.Module,
     sample: Any,
-    order: CallOrder | None,
+    order: CallOrder,
     refused: dict[str, str],
 ) -> tuple[list[Watched], int, int]:
     """Run the model on the sample. Return its parts with their calls and sizes, and the bytes that
@@ -203,17 +210,15 @@ def _watched(
     again.
     """
     while True:
-        runs = order.preferred if order else []
-        watched: list[Watched] = [*_modules(model), *map(WatchedRow, runs)]
+        watched: list[Watched] = [*_modules(model), *map(WatchedRow, order.preferred)]
         try:
             with untouched(model), torch.enable_grad(), ExitStack() as stack:
                 for one in watched:
                     stack.enter_context(one.watched())
                 elsewhere = bytes_elsewhere(model, sample)
         except RefusedLayerError as refusal:
-            refused[refusal.call.name] = refusal.reason
-            assert order is not None
-            order.refuse(refusal.call)
+            refused[refusal.name] = refusal.reason
+            order.refuse(type(refusal.layer))
             continue
         without = [one for one in watched if one.useless]
         refused |= {one.name: _NO_USE for one in without}

@@ -7,7 +7,7 @@ search opens a module that holds more than a quarter of the model's bytes, if ru
 nearly all of these.
 """
 
-import weakref
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterator
 from contextlib import contextmanager
@@ -18,19 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import container
-from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from retrograde.cells.any_recurrent import Recurrent
-from retrograde.models.refill import made_by
+from retrograde.models.chain_plans import is_hooked
+from retrograde.models.given import Given, made_by, tensors_in
 from retrograde.models.replace_modules import is_chain
-from retrograde.models.rows import (
-    CHANGES,
-    Contents,
-    Given,
-    Turn,
-    passes_through,
-    rides,
-)
+from retrograde.models.rows import passes_through, rides
 from retrograde.models.sequential import Sequential
 from retrograde.replay.surroundings import version
 from retrograde.replay.trial_watch import in_checkpoint
@@ -38,6 +32,7 @@ from retrograde.replay.trial_watch import in_checkpoint
 __all__ = ["CallOrder", "Layers", "ModuleCall", "noted"]
 
 _BUDGETED = (nn.RNNBase, Sequential, Recurrent)
+_CHECKPOINTED = "is run again by torch.utils.checkpoint: turn the model's own checkpointing off"
 _OPENED = 1 / 4  # of the model's bytes: a module with more is opened
 _NEARLY_ALL = 0.9
 _SMALL = 1 / 64  # of the model's bytes: a run with less is ignored
@@ -48,29 +43,27 @@ class ModuleCall:
     """One call of a module. It has numbers instead of tensors, so that it keeps none alive.
 
     Attributes:
+        checkpoints: whether torch.utils.checkpoint runs it, or a call within it.
         given: the number of each tensor that is an argument, by position or name. A write to a
             tensor gives it another number.
         more: the numbers of tensors inside other arguments, such as lists.
-        made: the numbers of the returned tensors that lie in memory of their own.
         slot: the argument that is the state, in a run.
-        refusal: the reason why it cannot be a layer of a run, or None.
+        made: the numbers of the returned tensors that lie in memory of their own.
+        refusal: why it cannot be a layer of a run, or None; "" if a user could not help it.
         inside: the calls within it.
         held: the bytes of all tensors returned within it.
     """
 
     name: str
     module: nn.Module
+    checkpoints: bool = False
     given: dict[int | str, int] = field(default_factory=dict)
     more: set[int] = field(default_factory=set)
     slot: int | str = 0
     made: set[int] = field(default_factory=set)
     refusal: str | None = None
-    told: bool = False  # whether the refusal is of interest to a user
-    checkpoints: bool = False  # whether torch.utils.checkpoint runs it, or a call within it
     inside: list["ModuleCall"] = field(default_factory=list)
     held: int = 0
-    versions: list[tuple[Tensor, int]] = field(default_factory=list)
-    contents: Contents | None = None
 
     def slot_of(self, numbers: Collection[int]) -> int | str | None:
         """Return the first argument that was a tensor with one of these numbers."""
@@ -81,20 +74,19 @@ class ModuleCall:
 Layers = list[ModuleCall]
 
 
-class _Numbers:
-    """A number for each version of a tensor, as long as the tensor lives."""
+class _Begun(Given):
+    """The arguments of a call, and the tensors' versions, when it began."""
 
-    def __init__(self) -> None:
-        self.known: dict[tuple[int, int], tuple[weakref.ref[Tensor], int]] = {}
-        self.next = 0
+    def __init__(self, args: Any, kwargs: Any) -> None:
+        super().__init__(args, kwargs)
+        self.versions = {id(t): version(t) for t in tensors_in(self.leaves)}
 
-    def of(self, t: Tensor, at: int) -> int:
-        """Return the number of a tensor at a version."""
-        known = self.known.get((id(t), at))
-        if known is None or known[0]() is not t:
-            self.next += 1
-            known = self.known[id(t), at] = weakref.ref(t), self.next
-        return known[1]
+    def changes(self, now: Given) -> str | None:
+        """Return why a call cannot be run again that ends with these arguments, or None."""
+        if self.spec != now.spec or [*map(id, self.leaves)] != [*map(id, now.leaves)]:
+            return "changes a list or a dict that it is given: expected it to return what is new"
+        writes = any(version(t) != self.versions[id(t)] for t in tensors_in(self.leaves))
+        return "" if writes else None
 
 
 @contextmanager
@@ -102,40 +94,47 @@ def noted(model: nn.Module) -> Iterator[ModuleCall]:
     """Record every call of a model's modules within a block; the yielded call contains them."""
     names = {id(module): name for name, module in model.named_modules()}
     top = ModuleCall("", model)
-    stack, numbers = [top], _Numbers()
+    stack = [(top, _Begun((), {}))]
+    known: Any = WeakTensorKeyDictionary()
+    count = itertools.count()
+
+    def number(t: Tensor, begun: _Begun | None = None) -> int:
+        """Return the number of a tensor, as it is now or was when a call began."""
+        at = version(t) if begun is None else begun.versions.get(id(t), version(t))
+        found: int = known.setdefault(t, {}).setdefault(at, next(count))
+        return found
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        call = ModuleCall(names[id(module)], module)
-        call.versions = [(t, version(t)) for t in _tensors((args, kwargs))]
-        call.contents = Contents((args, kwargs))
-        call.checkpoints = in_checkpoint()
-        call.told = call.checkpoints and not stack[-1].checkpoints
-        stack[-1].inside.append(call)
-        stack.append(call)
+        call = ModuleCall(names[id(module)], module, in_checkpoint())
+        stack[-1][0].inside.append(call)
+        stack.append((call, _Begun(args, kwargs)))
 
     def after(module: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> None:
-        call = stack.pop()
+        call, begun = stack.pop()
         assert call.module is module
         named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-        then = {id(t): at for t, at in call.versions}
-
-        def number(t: Tensor) -> int:
-            return numbers.of(t, then.get(id(t), version(t)))
-
         for slot, value in named:
             if isinstance(value, Tensor):
-                call.given[slot] = number(value)
+                call.given[slot] = number(value, begun)
             else:
-                call.more |= {number(t) for t in _tensors(value)}
+                call.more |= {number(t, begun) for t in tensors_in(value)}
+        made = made_by(result, (args, kwargs))
+        is_outermost = call.checkpoints and not stack[-1][0].checkpoints
         call.checkpoints |= any(one.checkpoints for one in call.inside)
-        call.refusal = _refusal(call, args, kwargs, result)
-        call.versions, call.contents = [], None
-        found = _tensors(result)
-        made = found if rides(module) else made_by(result, (args, kwargs))
-        call.made = {numbers.of(t, version(t)) for t in made if t is not None}
+        if call.checkpoints:
+            call.refusal = _CHECKPOINTED if is_outermost else ""
+        elif not call.given or not _is_plain(module):
+            call.refusal = ""
+        else:
+            call.refusal = begun.refusal() or begun.changes(Given(args, kwargs))
+            if call.refusal is None and not any(t is not None for t in made):
+                call.refusal = ""
+        found = tensors_in(result)
+        call.made = {number(t) for t in (found if rides(module) else made) if t is not None}
         call.held = sum(one.held for one in call.inside)
         if not call.inside:
-            call.held = sum(t.nbytes for t in found if id(t) not in map(id, _tensors(args)))
+            given = {id(t) for t in tensors_in(args)}
+            call.held = sum(t.nbytes for t in found if id(t) not in given)
 
     handles = []
     for module in model.modules():
@@ -187,9 +186,8 @@ class CallOrder:
         least = _SMALL * self.whole
         return [run for run in found if len(run) > 1 and sum(c.held for c in run) >= least]
 
-    def refuse(self, call: ModuleCall) -> None:
-        """Leave the layers of a call's class out of all runs: another one would be refused too."""
-        kind = type(call.module)
+    def refuse(self, kind: type[nn.Module]) -> None:
+        """Leave the layers of a class out of all runs, for one of them was refused."""
         self.ready -= {id(one) for one in self.every if type(one.module) is kind}
         self.preferred = self.runs()
 
@@ -201,7 +199,7 @@ class CallOrder:
     def refusals(self) -> dict[str, str]:
         """Return the reasons why larger modules of the model cannot be layers of a chain."""
         large = (call for call in self.every if call.held >= _SMALL * self.whole)
-        told = {call.name: call.refusal for call in large if call.refusal and call.told}
+        told = {call.name: call.refusal for call in large if call.refusal}
         return self.refused | told
 
 
@@ -264,13 +262,9 @@ def _opened(around: ModuleCall, ready: set[int]) -> list[ModuleCall]:
 
 
 def _is_sequential(module: nn.Module) -> bool:
-    tables = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+    calls = container.Sequential.forward
     plain = isinstance(module, container.Sequential) and "forward" not in vars(module)
-    return (
-        plain
-        and type(module).forward is container.Sequential.forward
-        and not any(getattr(module, table) for table in tables)
-    )
+    return plain and type(module).forward is calls and not is_hooked(module)
 
 
 def _is_straight(call: ModuleCall, layers: Layers, ready: set[int]) -> bool:
@@ -292,38 +286,13 @@ def _uses(calls: Layers) -> Counter[int | None]:
     return Counter(n for call in calls for n in call.more | {*call.given.values()})
 
 
-def _refusal(
-    call: ModuleCall, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> str | None:
-    """Return the reason why a call cannot be that of a layer of a chain, or None."""
-    module = call.module
-    if call.checkpoints:
-        return "is run again by torch.utils.checkpoint: turn the model's own checkpointing off"
-    if not call.given:
-        return "is given no tensor"
-    own = vars(module).get("forward")
-    if own is not None and not isinstance(own, Turn):
-        return "has a forward that was replaced by a function"
-    if any(isinstance(part, _BUDGETED) for part in module.modules()):
-        return "has recurrent modules in it, or a Sequential with a budget"
-    call.told = True
-    if (reason := Given(args, kwargs, next(iter(call.given))).refusal()) is not None:
-        return reason
-    if call.contents is not None and call.contents.changed():
-        return CHANGES
-    call.told = False
-    if any(version(t) != then for t, then in call.versions):
-        return "writes to its input"
-    if all(t is None for t in made_by(result, (args, kwargs))):
-        return "returns no tensor of its own"
-    return None
+def _is_plain(module: nn.Module) -> bool:
+    """Return whether a module has its class's own forward, and nothing with a budget inside."""
+    has_budget = any(isinstance(part, _BUDGETED) for part in module.modules())
+    return "forward" not in vars(module) and not has_budget
 
 
 def _all(around: ModuleCall) -> Iterator[ModuleCall]:
     for call in around.inside:
         yield call
         yield from _all(call)
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]

@@ -13,22 +13,38 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
-from torch.utils import _pytree as pytree
+from torch.nn.parameter import is_lazy
 
-from retrograde.errors import BudgetError
+from retrograde.errors import BudgetError, CellError
 from retrograde.machine import now
 from retrograde.measure.allocations import Phase, measure_phases
-from retrograde.models.lean import lean
-from retrograde.models.refill import Dropped, Unit, tensors_in
-from retrograde.models.trials import Tried, enter, make_of, parts_of, try_call, wants_of
+from retrograde.models.given import Given, tensors_in
+from retrograde.models.refill import (
+    DROPPED,
+    DROPPED_LEAN,
+    KEPT,
+    LEAN,
+    Row,
+    Unit,
+)
+from retrograde.models.trials import (
+    Tried,
+    enter,
+    make_of,
+    parts_of,
+    tensors_of,
+    texts_of,
+    try_call,
+    wants_of,
+)
 from retrograde.plan.calls import CallSizes, Part, Way, fastest, kept_whole, least, peak_of
 from retrograde.replay.surroundings import Steady, muted_hooks
 from retrograde.run.core import unrecorded
+from retrograde.run.transforms import is_unreal, refuse_sharded, refuse_transforms
+from retrograde.sizes.cache import LRUCache
 from retrograde.units import format_bytes
 
-__all__ = ["Kind", "Meter"]
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+__all__ = ["Kind", "Plans"]
 
 _MARK_BYTES = 8  # one number, which tells a generator's position before and after a run
 _ROUNDS = 3
@@ -60,11 +76,10 @@ class _Measurement:
     ``turned``, the gradient of the result has reversed strides.
     """
 
-    def __init__(self, unit: Unit, call: Call, state: Sequence[Tensor], *, first: bool) -> None:
+    def __init__(self, unit: Unit, given: Given, state: Sequence[Tensor], *, first: bool) -> None:
         self.unit, self.given, self.first, self.turned = unit, state, first, False
-        args, kwargs = call
-        leaves, self.spec = pytree.tree_flatten((args, kwargs))
-        self.device = next(t.device for t in leaves if isinstance(t, Tensor))
+        leaves, self.spec = given.leaves, given.spec
+        self.device = tensors_in(leaves)[0].device
         ours = {id(t): n for n, t in enumerate(state)}
         self.places = [ours.get(id(leaf)) for leaf in leaves]
         self.leaves = [None if id(leaf) in ours else leaf for leaf in leaves]
@@ -81,7 +96,11 @@ class _Measurement:
         self.gradients: list[int] = []
         self.apart = 0
 
-    def begin(self) -> None:
+    def begin(self, *, turned: bool = False) -> None:
+        self.turned = turned
+        if turned:  # the very state, for a copy would be one more beside a turned gradient's
+            self.state = [*self.given]
+            return
         copies: dict[int, torch.UntypedStorage] = {}
         for t in self.given:
             memory = t.untyped_storage()
@@ -94,10 +113,6 @@ class _Measurement:
             at = t.storage_offset(), t.shape, t.stride()
             self.state.append(copy.set_(copies[memory.data_ptr()], *at))  # type: ignore[call-overload]
 
-    def begin_turned(self) -> None:
-        """Begin on the very state, for a copy would be one more beside a turned gradient's."""
-        self.state, self.turned = [*self.given], True
-
     def advance(self) -> None:
         args, kwargs, _ = self._arguments()
         with unrecorded():
@@ -108,32 +123,14 @@ class _Measurement:
         given = {s.data_ptr() for s in _memory(tensors_in((args, kwargs)))}
         self.hands_on = not given.isdisjoint(handed)
 
-    def keep(self) -> None:
-        self._record(self.unit.forward)
-
-    def keep_turned(self) -> None:
-        self.keep()
-
-    def keep_lean(self) -> None:
-        with lean():
-            self._record(self.unit.forward)
-
-    def drop(self) -> None:
-        self._record(partial(self._dropped, lean=False))
-
-    def drop_lean(self) -> None:
-        self._record(partial(self._dropped, lean=True))
-
-    def _dropped(self, *args: Any, lean: bool, **kwargs: Any) -> Any:
-        call = Dropped(self.unit, args, kwargs, lean=lean)
-        return call.run(self.unit.forward, args, kwargs)
-
-    def _record(self, run: Callable[..., Any]) -> None:
+    def record(self, way: int) -> None:
+        """Run the call as a plan that keeps it in this way does."""
         with torch.enable_grad():
             args, kwargs, wanted = self._arguments()
             self.edges = [get_gradient_edge(t) for t in wanted]
             wanted.clear()
-            self.result = run(*args, **kwargs)
+            row, given = Row((Part(0, 1, way),)), Given(args, kwargs)
+            self.result, _ = row.run(0, self.unit, self.unit.forward, given, (), None)
 
     def _arguments(self) -> tuple[Any, Any, list[Tensor]]:
         """Return the arguments, and those of them that want a gradient."""
@@ -173,7 +170,7 @@ class _Measurement:
             self.for_caller = list(found[len(edges) :])
 
     def clear(self) -> None:
-        self.result, self.turned = None, False
+        self.result = None
         self.state, self.root, self.edges, self.for_caller = [], [], [], []
 
 
@@ -181,60 +178,10 @@ def _memory(tensors: Sequence[Tensor]) -> list[torch.UntypedStorage]:
     return [t.untyped_storage() for t in tensors]
 
 
-_WAYS = ("keep", "keep_lean", "drop", "drop_lean")
-_AGAIN = {"keep": "drop", "keep_lean": "drop_lean"}  # ways of which both reruns are alike
-_ORDER = ("keep_turned", *reversed(_WAYS))  # in which they are measured
-
-
-class Meter:
-    """Tries and measures calls; each once for layers of one make. It times layers of one class
-    once."""
-
-    def __init__(self) -> None:
-        self.tried: dict[Hashable, Tried] = {}
-        self.sizes: dict[Hashable, CallSizes] = {}
-        self.seconds: dict[Hashable, dict[str, float]] = {}
-
-    def try_call(
-        self, name: str, forward: Callable[..., Any], layers: Sequence[nn.Module], kind: Hashable,
-        call: Call,
-    ) -> Tried:  # fmt: skip
-        """Return what a trial of a call shows, whose arguments are of some kind.
-
-        Raises:
-            CellError: the call cannot be run again.
-        """
-        key = make_of(parts_of(layers)), kind
-        known = self.tried[key].on(name, forward, layers) if key in self.tried else None
-        if known is not None:
-            return known
-        found = try_call(name, forward, layers, *call)
-        if key[0] is not None:
-            self.tried[key] = found
-        return found
-
-    def measure(
-        self, unit: Unit, layers: Sequence[nn.Module], kind: Hashable, call: Call,
-        state: Sequence[Tensor], *, first: bool, repeats: int | None = None,
-    ) -> CallSizes:  # fmt: skip
-        """Return the sizes of a call. ``state`` are the arguments that the call before made, or
-        those of the ``first`` call."""
-        parts = parts_of(layers)
-        memory = first or tuple(s.nbytes() for s in _memory(state))
-        key = make_of(parts), kind, memory
-        if key[0] is None or key not in self.sizes:
-            one = _Measurement(unit, call, state, first=first)
-            shapes = [[t.shape for t in part.parameters(recurse=False)] for part in parts]
-            alike = tuple(map(type, parts)), str(shapes), kind
-            with unit.ambient.measured():
-                found, taken = _phases(one, one.device)
-                if alike not in self.seconds:
-                    self.seconds[alike] = _seconds(one, taken, repeats, one.device)
-            self.sizes[key] = _sizes(one, found, self.seconds[alike])
-        return self.sizes[key]
-
-    def __reduce__(self) -> Any:
-        return type(self), ()
+_AGAIN = {KEPT: DROPPED, LEAN: DROPPED_LEAN}  # ways of which both reruns are alike
+_TURNED, _FORWARD = -1, -2  # kept, with a turned gradient; and run without a graph
+#: The order of measuring. What the others are compared with comes last, when all kernels were used.
+_ORDER = (_TURNED, DROPPED_LEAN, DROPPED, LEAN, KEPT)
 
 
 @dataclass
@@ -242,24 +189,22 @@ class Kind:
     """What is known of the passes with one kind of input.
 
     Attributes:
-        active: the layers that do not just return their input.
-        sizes: of their calls, as far as they were measured.
-        units: of their calls.
-        passes: whether a gradient goes through each of them, where that is known.
+        active: of called layers, those that do not just return their input.
+        units: of their calls, as far as they were measured.
+        sizes: of these.
         plans: by budget.
         still: the generators that no unit draws from, where they are checked once over all.
     """
 
-    active: list[int]
-    sizes: list[CallSizes] = field(default_factory=list)
+    active: Sequence[int] = ()
     units: list[Unit] = field(default_factory=list)
-    passes: list[bool] = field(default_factory=list)
+    sizes: list[CallSizes] = field(default_factory=list)
     plans: dict[int, tuple[Part, ...]] = field(default_factory=dict)
     still: Steady = field(default_factory=Steady)
 
-    def add(self, found: CallSizes, *, last: bool) -> None:
-        """Add the sizes of the next call. What it hands on of what the call before made is held
-        throughout. A gradient that it hands on may wait in larger memory, or have to be copied."""
+    def add(self, unit: Unit, found: CallSizes, *, last: bool) -> None:
+        """Add the next call. What it hands on of what the call before made is held throughout. A
+        gradient that it hands on may wait in larger memory, or have to be copied."""
         handed = found.handed_bytes if self.sizes else 0
         for at in range(len(self.sizes) - 1, -1, -1) if found.apart_bytes else ():
             self.sizes[at] = self.sizes[at].held_back(found.apart_bytes)
@@ -271,6 +216,7 @@ class Kind:
         found = replace(
             found, input_bytes=found.input_bytes - handed, left_bytes=found.left_bytes + handed
         )
+        self.units.append(unit)
         self.sizes.append(found)
         turned = last  # the caller's gradient may lie in memory in any way
         for at in range(len(self.sizes) - 1, -1, -1) if last else ():
@@ -300,8 +246,11 @@ class Kind:
         if memory not in self.plans:
             smallest = self.least_bytes
             if memory < smallest:
-                sizes = zip(self.units, self.sizes, strict=True)
-                largest = max(sizes, key=lambda pair: min(map(_peak, pair[1].ways)))[0].name
+                peaks = [
+                    min(max(way.first_bytes, way.backward_bytes) for way in size.ways)
+                    for size in self.sizes
+                ]
+                largest = self.units[peaks.index(max(peaks))].name
                 raise BudgetError(
                     f"the memory of {memory} bytes ({format_bytes(memory)}) is too small for an "
                     f"input of this kind: expected at least {smallest} bytes "
@@ -319,40 +268,122 @@ class Kind:
         return (Part(0, len(self.sizes), 0, parts),)
 
 
-def _peak(way: Way) -> int:
-    return max(way.first_bytes, way.backward_bytes)
+class Plans:
+    """The measurements and plans of the recent passes through some layers. Calls of layers of one
+    make are tried and measured once, and those of one class are timed once. A copy is empty."""
+
+    def __init__(self) -> None:
+        self.kinds: LRUCache[Kind] = LRUCache()
+        self.tried: dict[Hashable, Tried] = {}
+        self.sizes: dict[Hashable, CallSizes] = {}
+        self.seconds: dict[Hashable, dict[int, float]] = {}
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
+
+    def kind_of(
+        self, layers: Sequence[nn.Module], given: Given, find: Callable[[], Kind], *,
+        fractions: bool,
+    ) -> Kind | None:  # fmt: skip
+        """Return what is known of passes with arguments of this kind; ``find`` it if nothing is.
+        The result is None if there is nothing to backpropagate, or no memory to measure."""
+        parts = parts_of(layers)
+        tensors = tensors_of(parts)
+        used = (*tensors_in(given.state), *tensors)
+        if is_unreal(used) or not any(t.requires_grad for t in used):
+            return None
+        if any(map(is_lazy, tensors)):
+            raise CellError(
+                "the layers have parameters without a shape yet: expected all of them; call the "
+                "lazy model once before, with memory=None"
+            )
+        refuse_transforms(used)
+        refuse_sharded(parts, used)
+        texts = texts_of(parts, tensors, fractions=fractions)
+        key = given.kind(), texts, tuple(map(id, layers))
+        return self.kinds.get(key, find, (*parts, *tensors))
+
+    def try_call(
+        self, name: str, forward: Callable[..., Any], layers: Sequence[nn.Module], given: Given
+    ) -> Tried:
+        """Return what a trial of a call shows.
+
+        Raises:
+            CellError: the call cannot be run again.
+        """
+        key = make_of(parts_of(layers)), given.kind()
+        known = self.tried[key].on(name, forward, layers) if key in self.tried else None
+        if known is not None:
+            return known
+        found = try_call(name, forward, layers, given)
+        if key[0] is not None:
+            self.tried[key] = found
+        return found
+
+    def measure(
+        self, unit: Unit, layers: Sequence[nn.Module], given: Given,
+        made: Sequence[Tensor | None] | None, repeats: int | None = None,
+    ) -> CallSizes:  # fmt: skip
+        """Return the sizes of a call. ``made`` are the tensors that the call before made, or None
+        for the first call. One that lies in memory of that call's own input is None."""
+        parts, kind, first = parts_of(layers), given.kind(), made is None
+        made = tensors_in(given.state) if made is None else made
+        state = [t for t in made if t is not None]
+        memory = first or tuple(t if t is None else t.untyped_storage().nbytes() for t in made)
+        key = make_of(parts), kind, memory
+        if key[0] is None or key not in self.sizes:
+            one = _Measurement(unit, given, state, first=first)
+            shapes = [[t.shape for t in part.parameters(recurse=False)] for part in parts]
+            alike = tuple(map(type, parts)), str(shapes), kind
+            with unit.ambient.measured():
+                phases, taken = _phases(one)
+                found = measure_phases(phases, device=one.device)
+                if alike not in self.seconds:
+                    self.seconds[alike] = _seconds(phases, taken, repeats)
+            self.sizes[key] = _sizes(one, found, self.seconds[alike])
+        return self.sizes[key]
 
 
-def _phases(one: _Measurement, device: torch.device) -> tuple[list[Phase], dict[str, float]]:
-    """Return the phases of a call, and the seconds that each way took while they were watched.
+def _phases(one: _Measurement) -> tuple[list[Callable[[], None]], dict[int, float]]:
+    """Return the phases of a call, and the seconds that each way takes, to which a run of the
+    phases adds. They are those of forward and backward passes, or of a forward pass alone."""
+    taken = dict.fromkeys((_FORWARD, *_ORDER), 0.0)
 
-    The way that is compared with the others comes last, when all kernels were used before.
-    """
-    taken = dict.fromkeys(("", *_ORDER), 0.0)
-
-    def clocked(way: str, step: Callable[[], None]) -> Callable[[], None]:
+    def clocked(way: int, step: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
-            start = now(device)
+            start = now(one.device)
             step()
-            taken[way] += now(device) - start
+            taken[way] += now(one.device) - start
 
         return run
 
-    phases = [one.begin, clocked("", one.advance), one.release_result, one.clear]
+    phases = [one.begin, clocked(_FORWARD, one.advance), one.release_result, one.clear]
     for way in _ORDER:
+        record = partial(one.record, max(way, KEPT))
         phases += [
-            _begin(one, way), clocked(way, getattr(one, way)), one.release_result,
-            one.release_state,
-            clocked(way, one.backpropagate), one.clear,
+            partial(one.begin, turned=way == _TURNED), clocked(way, record), one.release_result,
+            one.release_state, clocked(way, one.backpropagate), one.clear,
         ]  # fmt: skip
-    return measure_phases(phases, device=device), taken
+    return phases, taken
 
 
-def _begin(one: _Measurement, way: str) -> Callable[[], None]:
-    return one.begin_turned if way == "keep_turned" else one.begin
+def _seconds(
+    phases: Sequence[Callable[[], None]], taken: dict[int, float], repeats: int | None
+) -> dict[int, float]:
+    """Return the least seconds of some runs of the phases. Those of a long call are of the run that
+    was watched, since watching takes little of them."""
+    if repeats is None and sum(taken.values()) > _MORE_SECONDS:
+        return taken
+    rounds = []
+    for _ in range(repeats or _ROUNDS):
+        taken.update(dict.fromkeys(taken, 0.0))
+        for phase in phases:
+            phase()
+        rounds.append({**taken})
+    return {way: min(each[way] for each in rounds) for way in taken}
 
 
-def _sizes(one: _Measurement, found: Sequence[Phase], seconds: dict[str, float]) -> CallSizes:
+def _sizes(one: _Measurement, found: Sequence[Phase], seconds: dict[int, float]) -> CallSizes:
     """Return what the phases of a call showed."""
     given, output = found[0].growth(), -found[2].growth()
     on_gpu = one.device.type == "cuda"
@@ -369,19 +400,19 @@ def _sizes(one: _Measurement, found: Sequence[Phase], seconds: dict[str, float])
             held_bytes=max(0, remains - (output if keeps_output else 0)),
             first_bytes=record.peak() + noted,
             backward_bytes=remains + back.peak(first, last),
-            seconds=max(0.0, seconds[way] - seconds["keep"]),
-            again_seconds=max(seconds[""], seconds[_AGAIN.get(way, way)] - seconds["keep"]),
+            seconds=max(0.0, seconds[way] - seconds[KEPT]),
+            again_seconds=max(seconds[_FORWARD], seconds[_AGAIN.get(way, way)] - seconds[KEPT]),
             keeps_input=-less_state.growth() < given,
             keeps_output=keeps_output,
-            dropped=way.startswith("drop"),
+            dropped=way in (DROPPED, DROPPED_LEAN),
         )
-    turned = ways["keep_turned"].backward_bytes - ways["keep"].backward_bytes
+    turned = ways[_TURNED].backward_bytes - ways[KEPT].backward_bytes
     return CallSizes(
         input_bytes=given,
         output_bytes=output,
         forward_bytes=found[1].peak() + noted + _MARK_BYTES,
-        forward_seconds=seconds[""],
-        ways=tuple(ways[way] for way in _WAYS),
+        forward_seconds=seconds[_FORWARD],
+        ways=tuple(ways[way] for way in (KEPT, LEAN, DROPPED, DROPPED_LEAN)),
         noted_bytes=noted,
         left_bytes=sum(left.nbytes for left in one.unit.ambient.left),
         turns=tuple(one.turns),
@@ -390,31 +421,5 @@ def _sizes(one: _Measurement, found: Sequence[Phase], seconds: dict[str, float])
         handed_bytes=one.handed,
         gradient_bytes=sum(one.gradients) + _MARK_BYTES,
         apart_bytes=one.apart,
-        backward_seconds=max(0.0, seconds["keep"] - seconds[""]),
+        backward_seconds=max(0.0, seconds[KEPT] - seconds[_FORWARD]),
     )
-
-
-def _seconds(
-    one: _Measurement, watched: dict[str, float], rounds: int | None, device: torch.device
-) -> dict[str, float]:
-    """Return the seconds of a forward pass, and of forward and backward passes in each way. Those
-    of a long call are the ``watched`` ones, since watching takes little of them."""
-    if rounds is None and sum(watched.values()) > _MORE_SECONDS:
-        return watched
-
-    def timed(begin: Callable[[], None], *steps: Callable[[], None]) -> float:
-        begin()
-        start = now(device)
-        for step in steps:
-            step()
-        taken = now(device) - start
-        one.clear()
-        return taken
-
-    taken: dict[str, list[float]] = {way: [] for way in watched}
-    for _ in range(rounds or _ROUNDS):
-        taken[""].append(timed(one.begin, one.advance))
-        for way in _ORDER:
-            steps = getattr(one, way), one.release_result, one.backpropagate
-            taken[way].append(timed(_begin(one, way), *steps))
-    return {way: min(each) for way, each in taken.items()}

@@ -10,36 +10,29 @@ follow another plan; its gradient is the same, bit for bit.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError
-from retrograde.models.call_sizes import Kind, Meter
-from retrograde.models.refill import Row, made_by, tensors_in
-from retrograde.models.rows import Given
-from retrograde.models.trials import Tried, parts_of, tensors_of, texts_of
+from retrograde.models.call_sizes import Kind, Plans
+from retrograde.models.given import Given, made_by, tensors_in
+from retrograde.models.refill import Row
+from retrograde.models.trials import Tried
 from retrograde.plan.calls import CallSizes, Part, kept_whole, peak_of, seconds_of
 from retrograde.replay.surroundings import Steady
 from retrograde.run.core import unrecorded
-from retrograde.run.transforms import is_unreal, refuse_sharded, refuse_transforms
 from retrograde.schedule import Chain
-from retrograde.sizes.cache import LRUCache
 from retrograde.units import Memory, as_bytes, format_bytes
 
-__all__ = ["ChainFit", "Plans", "measure_network", "named_layers"]
+__all__ = ["ChainFit", "ChainPlans", "is_hooked", "measure_network", "named_layers"]
 
 _MOST_UNITS = 200  # a plan for more takes long: neighbours are taken together
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GONE = (
-    "a ChainFit has no chain and no schedule any more: rg.profile(net, input) returns the chain, "
-    "and rg.plan(chain, memory) its schedule"
-)
 _WRITES = (
     "layer {} writes in place to {}, which is used again: expected it to leave that as it is; give "
     "it inplace=False, or let it return a new tensor"
@@ -98,10 +91,6 @@ class ChainFit:
         ]
         return len(units) + round(seconds_of(units, self.parts))
 
-    def __getattr__(self, name: str) -> Any:
-        gone = name in ("chain", "schedule")
-        raise AttributeError(_GONE if gone else f"'ChainFit' object has no attribute {name!r}")
-
     def __str__(self) -> str:
         ratio = self.seconds / (self.ordinary_seconds or 1.0)
         return (
@@ -113,12 +102,8 @@ class ChainFit:
         )
 
 
-@dataclass
-class Plans:
-    """The measurements and plans of the recent calls of one module."""
-
-    kinds: LRUCache[Kind] = field(default_factory=LRUCache)
-    meter: Meter = field(default_factory=Meter)
+class ChainPlans(Plans):
+    """The plans of a ``Sequential``."""
 
     def fit(self, net: nn.Sequential, memory: Memory, input: Any) -> ChainFit:
         """Return the plan of the layers for a budget and an input of this kind.
@@ -127,12 +112,9 @@ class Plans:
             BudgetError: the budget is too small; the message names the least budget.
             CellError: a layer cannot be run exactly, or nothing requires a gradient.
         """
-        layers = _apart(net)
-        parts = _parts_of(layers)
-        tensors = tensors_of(parts)
-        if not any(t.requires_grad for t in (*tensors_in(input), *tensors)):
+        kind = self._kind(net, input)
+        if kind is None:
             raise CellError(_NOTHING)
-        kind = self._kind(layers, parts, tensors, input)
         room = as_bytes(memory, kind.ordinary_bytes)
         plan = kind.plan(room)
         return ChainFit(
@@ -155,26 +137,18 @@ class Plans:
             BudgetError: the budget is too small; the message names the least budget.
             CellError: a layer cannot be run exactly.
         """
-        if not torch.is_grad_enabled():
+        kind = self._kind(net, input) if torch.is_grad_enabled() else None
+        if kind is None:
             return None
-        layers = _apart(net)
-        parts = _parts_of(layers)
-        tensors = tensors_of(parts)
-        used = (*tensors_in(input), *tensors)
-        if is_unreal(used) or not any(t.requires_grad for t in used):
-            return None
-        refuse_transforms(used)
-        refuse_sharded(parts, used)
-        kind = self._kind(layers, parts, tensors, input)
         plan = kind.plan(as_bytes(memory, kind.ordinary_bytes))
         if plan == kept_whole(kind.sizes):
             return None
         row, before, value, made = Row(plan), None, input, list[Tensor | None]()
         still, dropped = kind.still.marks(), []
         for number, unit in enumerate(kind.units):
-            args = (value,) if isinstance(value, Tensor) else Given.of((value,), {}, 0).args
-            value, before = row.run(number, unit, unit.forward, args, {}, made, before)
-            made = made_by(value, args)
+            given = Given((value,))
+            value, before = row.run(number, unit, unit.forward, given, made, before)
+            made = made_by(value, given.leaves)
             dropped += [ref(before)] if before is not None else []
         first, last = kind.units[0].name, kind.units[-1].name
         moved = kind.still.changes(still, f"one of the layers {first} … {last}")
@@ -183,89 +157,126 @@ class Plans:
                 call.moved += moved
         return value
 
-    def _kind(
-        self, layers: "Layers", parts: Sequence[nn.Module], tensors: Sequence[Tensor], input: Any
-    ) -> Kind:
-        """Return what is known of calls with an input of this kind."""
-        if any(map(is_lazy, tensors)):
-            raise CellError(
-                "the layers have parameters without a shape yet: expected all of them; call the "
-                "lazy model once before, with memory=None"
-            )
-        key = (
-            Given((input,), {}, 0).kind(),
-            texts_of(parts, tensors, fractions=True),
-            tuple(id(one) for _, one in layers),
-        )
-        return self.kinds.get(key, lambda: measured(layers, input, self.meter), (*parts, *tensors))
+    def _kind(self, net: nn.Sequential, input: Any) -> Kind | None:
+        layers = _apart(net)
+        return self.kind_of(
+            [layer for _, layer in layers], Given((input,)),
+            lambda: measured(layers, input, self), fractions=True,
+        )  # fmt: skip
 
 
 Layers = Sequence[tuple[str, nn.Module]]
 _NOTHING = (
     "there is nothing to backpropagate: expected a layer with a parameter, or an input, that "
-    "requires a gradient"
+    "requires a gradient, and no meta or fake tensors"
 )
 
 
 def measure_network(net: nn.Sequential, input: Any, repeats: int) -> Chain:
-    """Measure the layers of a network from the first gradient on, and time each ``repeats`` times.
+    """Measure the layers of a network, and time each ``repeats`` times.
 
     Raises:
         CellError: a layer cannot be run exactly, or nothing requires a gradient.
     """
-    layers = _apart(net)
-    kind = measured(layers, input, Meter(), repeats)
-    stopped = (k for k, wants in enumerate(kind.passes) if not wants)
-    start = 1 + max(stopped, default=-1)
-    if start == len(kind.sizes):
+    if not any(t.requires_grad for t in (*tensors_in(input), *net.parameters())):
         raise CellError(_NOTHING)
-    return chain_of([unit.name for unit in kind.units[start:]], kind.sizes[start:])
+    kind = measured(_apart(net), input, Plans(), repeats)
+    return chain_of([unit.name for unit in kind.units], kind.sizes)
 
 
 def chain_of(names: Sequence[str], sizes: Sequence[CallSizes]) -> Chain:
     """Return the sizes of calls that are kept whole, as a chain."""
-    ways = [size.ways[0] for size in sizes]
-    pairs = [*zip(sizes, ways, strict=True)]
-    whole = [way.held_bytes + size.output_bytes for size, way in pairs]
+    held, forward, record, backward = [], [], [], []
+    for size in sizes:
+        way, output = size.ways[0], size.output_bytes
+        held.append(way.held_bytes + output)
+        forward.append(max(0, size.forward_bytes - size.noted_bytes - output))
+        record.append(max(0, way.first_bytes - size.noted_bytes - held[-1]))
+        ends = size.input_bytes + output * (1 + way.keeps_output)
+        backward.append(max(0, way.backward_bytes - way.held_bytes - ends))
     return Chain(
         forward_seconds=[size.forward_seconds for size in sizes],
         backward_seconds=[size.backward_seconds for size in sizes],
         output_bytes=[size.output_bytes for size in sizes],
-        internal_bytes=whole,
-        forward_transient_bytes=[
-            max(0, size.forward_bytes - size.noted_bytes - size.output_bytes) for size in sizes
-        ],
-        record_transient_bytes=[
-            max(0, way.first_bytes - size.noted_bytes - held)
-            for (size, way), held in zip(pairs, whole, strict=True)
-        ],
-        backward_transient_bytes=[
-            max(
-                0,
-                way.backward_bytes - way.held_bytes - size.input_bytes - size.output_bytes * times,
-            )
-            for size, way in pairs
-            for times in (1 + way.keeps_output,)
-        ],
-        keeps_input=[way.keeps_input for way in ways],
-        keeps_output=[way.keeps_output for way in ways],
+        internal_bytes=held,
+        forward_transient_bytes=forward,
+        record_transient_bytes=record,
+        backward_transient_bytes=backward,
+        keeps_input=[size.ways[0].keeps_input for size in sizes],
+        keeps_output=[size.ways[0].keeps_output for size in sizes],
         names=names,
         input_bytes=sizes[0].input_bytes,
         overhead_bytes=sum(size.noted_bytes + size.left_bytes for size in sizes),
     )
 
 
-def measured(layers: Layers, input: Any, meter: Meter, repeats: int | None = None) -> Kind:
+def measured(layers: Layers, input: Any, plans: Plans, repeats: int | None = None) -> Kind:
     """Divide layers into units, and try and measure each, on an input.
 
     Raises:
         CellError: a layer cannot be run exactly; the message names it.
     """
-    walk = _Walk(input, meter, repeats, -(-len(layers) // _MOST_UNITS))
-    for name, layer in layers:
-        walk.add(name, layer)
-    walk.close(last=True)
-    return _parted(walk.kind)
+    together = -(-len(layers) // _MOST_UNITS)
+    kind, made, value = Kind(), None, _alone(input, None)
+    tried = _try(layers[:1], value, plans)
+    if tried.writes:
+        raise CellError(_WRITES.format(layers[0][0], "the chain's input"))
+    while layers:
+        after, size = tried, 1
+        while size < len(layers):
+            after = _try(layers[size : size + 1], _result(tried, value), plans)
+            begins = not kind.units and not tried.is_apart
+            if after.is_apart and not (after.writes or begins or size < together):
+                break
+            size += 1
+            tried = _try(layers[:size], value, plans)
+            if tried.writes:
+                whose = (
+                    f"what layer {layers[0][0]} was given" if kind.units else "the chain's input"
+                )
+                raise CellError(_WRITES.format(layers[size - 1][0], whose))
+        modules, given = [layer for _, layer in layers[:size]], Given((value,))
+        # The unit's result is not held meanwhile, but computed once more.
+        found = plans.measure(tried.unit, modules, given, made, repeats)
+        kind.add(tried.unit, found, last=size == len(layers))
+        if size < len(layers):
+            value = _result(tried, value)
+            made = made_by(value, given.leaves)
+        layers, tried = layers[size:], after
+    return _parted(kind)
+
+
+def _try(layers: Layers, value: Any, plans: Plans) -> Tried:
+    """Try a unit of some layers."""
+    given, name = Given((value,)), "-".join(dict.fromkeys((layers[0][0], layers[-1][0])))
+    if (reason := given.refusal()) is not None:
+        raise CellError(f"layer {name} {reason}")
+    modules = [layer for _, layer in layers]
+
+    def forward(value: Any) -> Any:
+        for layer in modules:
+            value = layer(value)
+        return value
+
+    return plans.try_call(name, forward, modules, given)
+
+
+def _result(tried: Tried, value: Any) -> Any:
+    """Run a unit, and leave no trace."""
+    with tried.unit.ambient.measured(), unrecorded():
+        return _alone(tried.unit.forward(value), tried.wants)
+
+
+def _alone(value: Any, wants: Sequence[bool] | None) -> Any:
+    """Return a value without the graph that it came from; its tensors require what they did."""
+    leaves, spec = pytree.tree_flatten(value)
+    found = [leaf.requires_grad for leaf in tensors_in(leaves)] if wants is None else wants
+    rest = iter(found)
+    alone = [
+        leaf.detach().requires_grad_(next(rest)) if isinstance(leaf, Tensor) else leaf
+        for leaf in leaves
+    ]
+    return pytree.tree_unflatten(alone, spec)
 
 
 def _parted(kind: Kind) -> Kind:
@@ -281,95 +292,9 @@ def _parted(kind: Kind) -> Kind:
     return replace(kind, units=units, still=Steady(tuple(still)))
 
 
-class _Walk:
-    """The units of the layers so far, of which the last is not measured yet."""
-
-    def __init__(self, input: Any, meter: Meter, repeats: int | None, together: int) -> None:
-        self.kind, self.meter, self.repeats, self.together = Kind([]), meter, repeats, together
-        self.given = self.value = _alone(input, None)  # before and after the last unit
-        self.made: list[Tensor | None] = []
-        self.layers: list[nn.Module] = []
-        self.names: list[str] = []
-        self.tried: Tried | None = None
-
-    def add(self, name: str, layer: nn.Module) -> None:
-        """Add one more layer to the last unit, or as the next one."""
-        tried, first = self._try([name], [layer], self.value), not self.kind.units
-        if not self.layers and tried.writes:
-            raise CellError(_WRITES.format(name, "the chain's input"))
-        begins = first and self.tried is not None and not self.tried.is_apart
-        begins = begins or len(self.layers) < self.together
-        if self.layers and (tried.writes or begins or not tried.is_apart):
-            self.names.append(name)
-            self.layers.append(layer)
-            tried = self._try(self.names, self.layers, self.given)
-            if tried.writes:
-                whose = "the chain's input" if first else f"what layer {self.names[0]} was given"
-                raise CellError(_WRITES.format(name, whose))
-        else:
-            if self.layers:
-                self.close()
-            self.names, self.layers = [name], [layer]
-        self.tried = tried
-        self._advance()
-
-    def _advance(self) -> None:
-        """Run the last unit."""
-        assert self.tried is not None
-        self.value = None
-        with self.tried.unit.ambient.measured(), unrecorded():
-            self.value = _alone(self.tried.unit.forward(self.given), self.tried.wants)
-
-    def close(self, *, last: bool = False) -> None:
-        """Measure the last unit. Its result is not held meanwhile, but computed once more."""
-        assert self.tried is not None
-        self.value = None
-        args, unit = (self.given,), self.tried.unit
-        first, of = not self.kind.units, Given(args, {}, 0).kind()
-        state = tensors_in(args) if first else [t for t in self.made if t is not None]
-        found = self.meter.measure(
-            unit, self.layers, (of, tuple(t is None for t in self.made)), (args, {}), state,
-            first=first, repeats=self.repeats,
-        )  # fmt: skip
-        self.kind.active.append(len(self.kind.units))
-        self.kind.units.append(unit)
-        self.kind.add(found, last=last)
-        self.kind.passes.append(any(self.tried.wants))
-        if not last:
-            self._advance()
-            self.made = made_by(self.value, args)
-            self.given, self.layers = self.value, []
-
-    def _try(self, names: Sequence[str], layers: Sequence[nn.Module], value: Any) -> Tried:
-        given, name = Given((value,), {}, 0), "-".join([*names[:1], *names[1:][-1:]])
-        if (reason := given.refusal()) is not None:
-            raise CellError(f"layer {name} {reason}")
-        return self.meter.try_call(name, _in_turn([*layers]), layers, given.kind(), ((value,), {}))
-
-
-def _in_turn(layers: Sequence[nn.Module]) -> Callable[[Any], Any]:
-    def forward(value: Any) -> Any:
-        for layer in layers:
-            value = layer(value)
-        return value
-
-    return forward
-
-
-def _alone(value: Any, wants: Sequence[bool] | None) -> Any:
-    """Return a value without the graph that it came from; its tensors require what they did."""
-    leaves, spec = pytree.tree_flatten(value)
-    found = [leaf.requires_grad for leaf in tensors_in(leaves)] if wants is None else wants
-    rest = iter(found)
-    alone = [
-        leaf.detach().requires_grad_(next(rest)) if isinstance(leaf, Tensor) else leaf
-        for leaf in leaves
-    ]
-    return pytree.tree_unflatten(alone, spec)
-
-
-def _parts_of(layers: Layers) -> list[nn.Module]:
-    return parts_of([layer for _, layer in layers])
+def is_hooked(module: nn.Module) -> bool:
+    """Return whether a module has hooks, so that a call of it is more than its forward."""
+    return any(getattr(module, hooks) for hooks in _HOOKS)
 
 
 def named_layers(
@@ -380,11 +305,7 @@ def named_layers(
     The layers of a nested chain without hooks are yielded one by one where ``opens`` returns true.
     """
     for name, layer in net._modules.items():  # one layer may stand in it twice
-        if (
-            isinstance(layer, nn.Sequential)
-            and opens(layer)
-            and not any(getattr(layer, hooks) for hooks in _HOOKS)
-        ):
+        if isinstance(layer, nn.Sequential) and opens(layer) and not is_hooked(layer):
             yield from named_layers(layer, opens, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", layer

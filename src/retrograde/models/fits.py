@@ -13,8 +13,8 @@ from retrograde.cells.stateful import Stateful
 from retrograde.cells.unroll import CellCall, refuse_compiled
 from retrograde.errors import CellError
 from retrograde.models.chain_plans import ChainFit
+from retrograde.models.profile import iteration_seconds
 from retrograde.models.replace_modules import Budgeted, twin
-from retrograde.models.step_costs import iteration_seconds
 from retrograde.plan.fit import Fit
 from retrograde.recurrent.call import StackFit
 from retrograde.replay.trees import flatten_inputs, flatten_state

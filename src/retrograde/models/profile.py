@@ -14,38 +14,70 @@ caches. On CPUs ordinary backpropagation through a long sequence takes longer, s
 its memory again at every call. Several layers with two directions each are not one recurrence.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, SupportsIndex, cast, overload
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from retrograde.cells.cell import Cell, examine, later_state
-from retrograde.errors import BudgetError, CellError
+from retrograde.errors import CellError
 from retrograde.models.chain_plans import measure_network
 from retrograde.models.replace_modules import twin
-from retrograde.models.step_costs import Costs, HeldCosts, time_held
 from retrograde.plan import least_memory
 from retrograde.plan.arguments import integer
-from retrograde.plan.fit import Fit
+from retrograde.plan.fit import Fit, Footprint, fit
 from retrograde.recurrent.base import BudgetedRNN
-from retrograde.recurrent.scheduled import measure_ranges
+from retrograde.recurrent.call import Call
+from retrograde.recurrent.fused import run_held
+from retrograde.recurrent.scheduled import fit_held, measure_ranges
+from retrograde.recurrent.weights import stand_ins
 from retrograde.replay.surroundings import autocast_as_now
 from retrograde.replay.trees import flatten, flatten_state
 from retrograde.run.inputs import check_length
 from retrograde.run.layout import Straight
 from retrograde.schedule import Chain
+from retrograde.schedule.actions import Verb
 from retrograde.sizes.footprint import footprint
-from retrograde.sizes.timing import time_steps
+from retrograde.sizes.timing import RangeTimes, time_calls, time_steps
 from retrograde.units import Memory, aligned, format_bytes
 
-__all__ = ["Offer", "Offers", "Profile", "profile"]
+__all__ = ["Offer", "Offers", "Profile", "iteration_seconds", "profile"]
 
 # A cell's one input is repeated over as many steps as ordinary backpropagation is measured on.
 _LENGTH = 256
 # Budgets that recompute more than this, or take long to plan, are not listed.
 _MOST_RUNS = 64
 _MOST_STEPS = 100_000
+
+
+@dataclass(frozen=True)
+class Costs:
+    """The cost of a core's steps: ``sizes`` in bytes, ``times`` in seconds. ``call`` is one of held
+    layers, whose states are their outputs; they have a plan of their own."""
+
+    sizes: Footprint
+    times: RangeTimes
+    call: Call | None = None
+
+    def fit(self, steps: int, memory: Memory) -> Fit:
+        """Return the plan for a sequence of any length."""
+        if self.call is None:
+            return fit(steps, memory, self.sizes)
+        return cast(Fit, fit_held(self.call.of_length(steps), memory).fit)
+
+
+def iteration_seconds(found: Fit, times: RangeTimes) -> float:
+    """Return the predicted time of an iteration by a schedule, from the times of ranges."""
+    length, records = found.schedule.length, int(np.sum(found.schedule.kind == Verb.RECORD))
+    again, calls = found.forward_steps - length, found.calls - 2 * records
+    return (
+        times.forward(calls, again)
+        + times.record(records, length)
+        + times.backward(records, length)
+    )
 
 
 @dataclass(frozen=True)
@@ -82,7 +114,7 @@ class Offers:
     offers: tuple[Offer, ...]
     minimum_bytes: int
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Offer]:
         return iter(self.offers)
 
     def __len__(self) -> int:
@@ -120,9 +152,9 @@ class Profile:
         backward_seconds: backpropagating it.
         parameters: the number of tensors besides inputs and state that receive a gradient.
         draws: whether the step draws random numbers.
+        costs: the bytes and seconds of ranges of steps.
         call_seconds: the cost of a module's kernel call, its steps aside; 0 for a cell.
         length: the length for the trade-off that ``print`` shows; None for none.
-        costs: the costs of every available kernel, torch's own first.
     """
 
     state_bytes: int
@@ -133,9 +165,9 @@ class Profile:
     backward_seconds: float
     parameters: int
     draws: bool
+    costs: Costs = field(repr=False)
     call_seconds: float = 0.0
     length: int | None = None
-    costs: tuple[Costs, ...] = field(default=(), repr=False)
 
     @property
     def beta(self) -> int:
@@ -171,23 +203,14 @@ class Profile:
             True
         """
         steps = self._steps(length)
-        found: list[tuple[Costs, Fit]] = []
-        refusals: list[BudgetError] = []
-        for one in self.costs:
-            try:
-                found.append((one, one.fit(steps, memory)))
-            except BudgetError as refusal:
-                refusals.append(refusal)
-        if not found:
-            raise min(refusals, key=lambda refusal: refusal.minimum_bytes)
-        costs, best = min(found, key=lambda pair: pair[1].time)
+        found = self.costs.fit(steps, memory)
         return Offer(
-            best.budget_bytes,
-            best.peak_bytes,
-            best.ordinary_bytes,
+            found.budget_bytes,
+            found.peak_bytes,
+            found.ordinary_bytes,
             steps,
-            best.forward_steps,
-            costs.seconds(best),
+            found.forward_steps,
+            iteration_seconds(found, self.costs.times),
         )
 
     def trade_off(self, length: SupportsIndex | None = None, points: int = 12) -> Offers:
@@ -215,8 +238,8 @@ class Profile:
             True
         """
         steps = self._steps(length)
-        ordinary = self.costs[0].ordinary_bytes(steps)
-        least = min(one.least_bytes(steps) for one in self.costs)
+        most = self.costs.fit(steps, 1.0)
+        ordinary, least = most.ordinary_bytes, min(most.minimum_bytes, most.peak_bytes)
         allowed = max(4 * steps, min(_MOST_RUNS * steps, _MOST_STEPS))
         states = least_memory(steps, allowed) if steps > 1 else 1
         first = min(ordinary, least + (states - 1) * self.state_bytes)
@@ -242,7 +265,7 @@ class Profile:
             ("recording step", _microseconds(self.record_seconds)),
             ("backward step", _microseconds(self.backward_seconds)),
         ]
-        if self.costs and self.costs[0].sizes.call_steps:  # a module
+        if self.costs.sizes.call_steps:  # a module
             rows.append(("kernel call", _microseconds(self.call_seconds)))
         table = aligned(rows)
         return table if self.length is None else f"{table}\n\n{self.trade_off()}"
@@ -338,7 +361,7 @@ def profile(
     later = later_state(core, inputs, states)
     sizes = footprint(core, inputs, later, first=states)
     costs = Costs(sizes, time_steps(core, inputs, later, repeats))
-    return _described([costs], costs.sizes.held(1), len(core.parameters), core.ambient.draws, steps)
+    return _described(costs, costs.sizes.held(1), len(core.parameters), core.ambient.draws, steps)
 
 
 def _of_module(
@@ -359,28 +382,52 @@ def _of_module(
     found = measure_ranges(call, None)
     sizes = replace(found.size, ordinary=found.ordinary.full)
     if call.runs_held:
-        costs: Costs = HeldCosts(sizes, time_held(call, repeats), call)
+        costs = Costs(sizes, _time_held(call, repeats), call)
     else:
         costs = Costs(sizes, time_steps(found.core, found.inputs, found.state, repeats))
     *_, (a, low), (b, high) = ((0, 0), *sizes.held.points)
     wanted = sum(p.requires_grad for p in module.parameters())
-    return _described([costs], -(-(high - low) // (b - a)), wanted, False, length or call.length)
+    return _described(costs, -(-(high - low) // (b - a)), wanted, False, length or call.length)
 
 
 def _described(
-    costs: Sequence[Costs], internal: int, parameters: int, draws: bool, length: int | None
+    costs: Costs, internal: int, parameters: int, draws: bool, length: int | None
 ) -> Profile:
-    sizes, times = costs[0].sizes, costs[0].times
+    times = costs.times
     return Profile(
-        state_bytes=sizes.state_bytes,
+        state_bytes=costs.sizes.state_bytes,
         internal_bytes=internal,
-        core_bytes=sizes.core_bytes(1),
+        core_bytes=costs.sizes.core_bytes(1),
         forward_seconds=times.forward.step_seconds,
         record_seconds=times.record.step_seconds,
         backward_seconds=times.backward.step_seconds,
         parameters=parameters,
         draws=draws,
+        costs=costs,
         call_seconds=times.forward.call_seconds,
         length=length,
-        costs=tuple(costs),
     )
+
+
+def _time_held(call: Call, repeats: int) -> RangeTimes:
+    """Time the held layers of one recurrence: forward, recording, and backward."""
+    (net,), (state,) = call.nets(stand_ins(call.weights)), call.states()
+    state = [s.detach() for s in state]
+    inputs = list[Tensor]()
+    outputs = list[Tensor]()
+
+    def record(steps: int) -> None:
+        inputs[:] = [x := call.x[:steps].detach().requires_grad_(call.x.requires_grad)]
+        outputs[:] = [run_held(net, x, state, None)[0]]
+
+    def forward(steps: int) -> None:
+        with torch.no_grad():
+            record(steps)
+
+    def back(steps: int) -> None:
+        y = outputs.pop()
+        leaves = [w for w in net.weights if w.requires_grad]
+        leaves += inputs if call.x.requires_grad else []
+        torch.autograd.grad(y, leaves, torch.ones_like(y))
+
+    return time_calls((forward, record, back), call.length, repeats, call.x.device)

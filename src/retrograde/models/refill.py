@@ -19,10 +19,10 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError, RetrogradeError
 from retrograde.models import recipes
+from retrograde.models.given import Given, tensors_in, unflatten
 from retrograde.models.lean import lean as lean_pass
 from retrograde.models.tape import Tape
 from retrograde.plan.calls import Part
@@ -31,7 +31,7 @@ from retrograde.replay.surroundings import Ambient, Trail, autocast_as_now, vers
 from retrograde.run.core import unrecorded
 
 __all__ = [
-    "DROPPED", "DROPPED_LEAN", "KEPT", "LEAN", "Dropped", "Row", "Unit", "made_by", "tensors_in",
+    "DROPPED", "DROPPED_LEAN", "KEPT", "LEAN", "Dropped", "Row", "Unit",
 ]  # fmt: skip
 
 Tensors = list[Tensor]
@@ -100,8 +100,7 @@ class Dropped:
     def __init__(
         self,
         unit: Unit,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        given: Given,
         *,
         lean: bool,
         row: "Row | None" = None,
@@ -109,8 +108,7 @@ class Dropped:
     ) -> None:
         self.unit, self.lean, self.row, self.number = unit, lean, row, number
         self.autocast = autocast_as_now(unit.ambient.device)
-        leaves, self.spec = flatten(args, kwargs)
-        self.given = [_Given.of(leaf) for leaf in leaves]
+        self.given, self.spec = [_Argument.of(leaf) for leaf in given.leaves], given.spec
         self.saved: list[ref[Saved]] = []
         self.forms: list[tuple[torch.Size, torch.dtype]] = []
         self.versions = [version(t) for t in unit.reads]
@@ -121,15 +119,18 @@ class Dropped:
         self.moved: tuple[Source, ...] = ()
         self.trail = Trail(ambient)  # by the number of tensors that were saved
 
-    def run(
-        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def run(self, forward: Callable[..., Any], given: Given) -> Any:
         """Run the call, or a part of it, for the first time, in the caller's graph."""
-        ours = {id(leaf) for leaf in flatten(args, kwargs)[0] if isinstance(leaf, Tensor)}
+        ours = {id(leaf) for leaf in given.leaves if isinstance(leaf, Tensor)}
         with saved_tensors_hooks(partial(self._drop, ours), recipes.unpack):  # type: ignore[arg-type]
-            result = forward(*args, **kwargs)
+            result = forward(*given.args, **given.kwargs)
         self.trail.arrive(len(self.saved))
         self.moved += self.unit.ambient.steady.changes(self.marks, f"layer {self.unit.name}")
+        if any(one.is_overwritten() for one in self.given):
+            raise CellError(
+                f"layer {self.unit.name} writes in place to what it is given, which is used again: "
+                "expected it to leave that as it is; give it inplace=False"
+            )
         return result
 
     def _drop(self, ours: set[int], t: Tensor) -> Any:
@@ -151,19 +152,6 @@ class Dropped:
     def is_hidden(self) -> bool:
         """Return whether the row has the input."""
         return any(one.is_hidden() for one in self.given)
-
-    def check(self) -> None:
-        """Refuse a call that wrote to what it was given."""
-        for one in self.given:
-            if (
-                one.value is not None
-                and one.source is not None
-                and version(one.value) != one.version
-            ):
-                raise CellError(
-                    f"layer {self.unit.name} writes in place to what it is given, which is used "
-                    "again: expected it to leave that as it is; give it inplace=False"
-                )
 
     def _arguments(self, state: State) -> tuple[Any, Any, set[int]]:
         """Return the arguments, without the graph that they came from, and their ids."""
@@ -276,7 +264,7 @@ def _is_free(t: Tensor, ours: set[int]) -> bool:
 
 
 @dataclass
-class _Given:
+class _Argument:
     """An argument. Where the row has the tensor, there is no value, but its ``place`` in the result
     of the call before."""
 
@@ -287,7 +275,7 @@ class _Given:
     place: int = 0
 
     @classmethod
-    def of(cls, leaf: Any) -> "_Given":
+    def of(cls, leaf: Any) -> "_Argument":
         if not isinstance(leaf, Tensor):
             return cls(leaf)
         return cls(leaf.detach(), ref(leaf), leaf.requires_grad, version(leaf))
@@ -295,10 +283,14 @@ class _Given:
     def is_hidden(self) -> bool:
         return self.source is not None and self.value is None
 
+    def is_overwritten(self) -> bool:
+        has_tensor = self.source is not None and self.value is not None
+        return has_tensor and version(self.value) != self.version
+
     def again(self, state: State) -> Any:
         if self.source is None:
             return self.value
-        if self.value is not None and version(self.value) != self.version:
+        if self.is_overwritten():
             raise recipes.overwritten(self.value.shape, version(self.value), self.version)
         leaf = self.value if self.value is not None else state[self.place]
         assert leaf is not None
@@ -321,8 +313,8 @@ class Row:
         self.opened: list[Part] | None = None
 
     def run(
-        self, number: int, unit: Unit, forward: Callable[..., Any], args: tuple[Any, ...],
-        kwargs: dict[str, Any], made: Sequence[Tensor | None], before: Dropped | None,
+        self, number: int, unit: Unit, forward: Callable[..., Any], given: Given,
+        made: Sequence[Tensor | None], before: Dropped | None,
     ) -> tuple[Any, Dropped | None]:  # fmt: skip
         """Run the next call as the plan says. Return its result, and the call if it is dropped.
 
@@ -333,13 +325,12 @@ class Row:
         way = DROPPED if grouped else self._part(self.parts, number).way
         if way in (KEPT, LEAN):
             with lean_pass() if way == LEAN else nullcontext():
-                return forward(*args, **kwargs), None
+                return forward(*given.args, **given.kwargs), None
         call = Dropped(
-            unit, args, kwargs,
+            unit, given,
             lean=way == DROPPED_LEAN, row=self if grouped else None, number=number,
         )  # fmt: skip
-        result = call.run(forward, args, kwargs)
-        call.check()
+        result = call.run(forward, given)
         if grouped:
             call.before = before
             self.calls[number] = ref(call)
@@ -401,34 +392,3 @@ class Row:
     @staticmethod
     def _part(parts: Sequence[Part], number: int) -> Part:
         return next(part for part in parts if part.start <= number < part.stop)
-
-
-def tensors_in(value: Any) -> Tensors:
-    """Return the tensors in a pytree."""
-    if isinstance(value, Tensor):
-        return [value]
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
-
-
-def made_by(result: Any, given: Any) -> list[Tensor | None]:
-    """Return the tensors of a result; None for one that lies in memory of what was given."""
-    theirs = {t.untyped_storage().data_ptr() for t in tensors_in(given)}
-    return [t if t.untyped_storage().data_ptr() not in theirs else None for t in tensors_in(result)]
-
-
-def flatten(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[Any], pytree.TreeSpec | None]:
-    """Return the leaves of arguments, and their structure; None for positional tensors alone, which
-    are by far the most frequent."""
-    if not kwargs and all(isinstance(leaf, Tensor) for leaf in args):
-        return [*args], None
-    return pytree.tree_flatten((args, kwargs))
-
-
-def unflatten(leaves: list[Any], spec: pytree.TreeSpec | None) -> tuple[Any, Any]:
-    """Return the arguments of which :func:`flatten` returned the leaves."""
-    if spec is None:
-        return tuple(leaves), {}
-    args, kwargs = pytree.tree_unflatten(leaves, spec)
-    return args, kwargs

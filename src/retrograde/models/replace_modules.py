@@ -101,11 +101,11 @@ def _class_for(module: Swappable) -> type[Budgeted]:
         return Sequential
     if kind in _OURS:
         return _OURS[kind]
-    if (base := wrapped(kind)) is not None:
-        return _derived(cast(Any, kind), cast(Any, base))
     if parametrize.is_parametrized(module) and kind.__bases__[0] in _OURS:
         own = {name: v for name, v in vars(kind).items() if name not in ("__dict__", "__weakref__")}
         return type(kind.__name__, (_OURS[cast(Any, kind.__bases__[0])],), own)
+    if (base := wrapped(kind)) is not None:
+        return _derived(cast(Any, kind), cast(Any, base))
     raise CellError(
         f"{kind.__name__} is a class of its own: expected torch.nn's RNN, GRU or LSTM, or one that "
         f"only wraps its forward; derive it from rg.{module.mode.split('_')[0]}, and it is given a "

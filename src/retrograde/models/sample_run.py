@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import Any
 from weakref import ref
 
@@ -23,7 +24,7 @@ from torch.utils import _pytree as pytree
 from retrograde.errors import BudgetError, CellError
 from retrograde.models.call_order import CallOrder, Layers, ModuleCall, noted
 from retrograde.models.call_sizes import Kind
-from retrograde.models.refill import made_by
+from retrograde.models.given import tensors_in
 from retrograde.models.replace_modules import (
     Budgeted,
     Swappable,
@@ -31,24 +32,17 @@ from retrograde.models.replace_modules import (
     twin,
     wrapped,
 )
-from retrograde.models.rows import (
-    CalledRow,
-    Given,
-    own_forward,
-    passes_through,
-    release,
-    take_turns,
-)
+from retrograde.models.rows import CalledRow, release
 from retrograde.recurrent.weights import last_weights
 from retrograde.replay.generators import sources
+from retrograde.replay.places import Entries
 from retrograde.replay.referents import find_referents
-from retrograde.replay.surroundings import Ambient
+from retrograde.replay.surroundings import Ambient, put_back
 from retrograde.replay.trial_watch import DrawWatch
-from retrograde.run.transforms import is_unreal, refuse_transforms, uncompiled
+from retrograde.run.transforms import refuse_transforms, uncompiled
 from retrograde.sizes.cache import signature
 
 __all__ = [
-    "RefusedLayerError",
     "Watched",
     "WatchedModule",
     "WatchedRow",
@@ -61,7 +55,6 @@ __all__ = [
 
 _USEFUL = 0.9
 _ALMOST_ONE = 1 - 2**-24
-_OUT_OF_TURN = "is not called in turn where gradients are recorded"
 _DRAWN = (
     "run or are skipped by random numbers: expected the same layers at every call; set the model's "
     "layer drop to 0"
@@ -116,19 +109,9 @@ class Watched(ABC):
             self.sizes[kind] = self._named(ask)
         self.calls[kind] = self.calls.get(kind, 0) + 1
 
-    def _check_real(self, used: Sequence[Tensor]) -> None:
-        refuse_transforms(used)
-        if is_unreal(used):
-            raise CellError(
-                f"{self.title}: it is on the meta device, or was given fake tensors: expected "
-                "a real model and sample, for their bytes are measured"
-            )
-
     def _named(self, ask: Callable[[], Any]) -> Any:
         try:
             return ask()
-        except RefusedLayerError:
-            raise
         except CellError as refusal:
             raise CellError(f"{self.title}: {refusal}") from refusal
 
@@ -168,12 +151,16 @@ class WatchedModule(Watched):
 
         @uncompiled
         def forward(*args: Any, **kwargs: Any) -> Any:
-            given = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
+            values = (*args, *kwargs.values())
+            given = tensors_in(values)
             used = [*given, *self._trained()]
             if not (torch.is_grad_enabled() and any(t.requires_grad for t in used)):
                 return run(*args, **kwargs)
-            self._check_real(used)
-            kind = (*map(signature, given), *_sizes(args), *_sizes(tuple(kwargs.values())))
+            refuse_transforms(used)
+            # The bytes of packed sequences depend on their sizes besides the shapes.
+            packed = [value for value in values if isinstance(value, PackedSequence)]
+            sizes = (tuple(one.batch_sizes.tolist()) for one in packed)
+            kind = (*map(signature, given), *sizes)
             self._seen(kind, lambda: self._ask(args, kwargs))
             with torch.no_grad():
                 outputs = run(*args, **kwargs)
@@ -203,25 +190,13 @@ class WatchedModule(Watched):
         return min(least, ordinary), ordinary
 
 
-class RefusedLayerError(CellError):
-    """A layer of a run cannot be in one after all."""
-
-    def __init__(self, call: ModuleCall, reason: str) -> None:
-        super().__init__(f"{call.name} {reason}")
-        self.call, self.reason = call, reason
-
-
 class WatchedRow(Watched):
-    """A run of layers, which the model calls one after the other."""
+    """A run of layers, which the model calls one after the other. In the run on the sample all of
+    their calls are dropped."""
 
     def __init__(self, layers: Layers) -> None:
-        name = run_name(layers)
-        super().__init__(name, name)
-        self.run = layers
+        super().__init__(run_name(layers), run_name(layers))
         self.row = CalledRow([(c.name, c.module) for c in layers], [c.slot for c in layers])
-        self.last: list[ref[Tensor] | None] = []  # what the call before made
-        self.kind, self.at = Kind([]), 0
-        self.key: Hashable = ()
 
     def give(self, part: int) -> None:
         self.row.memory = part
@@ -233,51 +208,12 @@ class WatchedRow(Watched):
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        take_turns(self, [one.module for one in self.run])
+        self.row.seen = seen = list[Kind]()
+        self.row.install()
         yield
-
-    def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the forward pass of a layer, and record nothing."""
-        layer, slot = self.run[number].module, self.run[number].slot
-        k, _ = self.row.parts[number]
-        forward = own_forward(layer)
-        held: Any = kwargs if isinstance(slot, str) else dict(enumerate(args))
-        if not torch.is_grad_enabled() or passes_through(layer):
-            return forward(*args, **kwargs)
-        if slot not in held:
-            raise RefusedLayerError(self.run[number], _OUT_OF_TURN)
-        given = Given.of(args, kwargs, slot)
-        if not self.kind.active or k == self.kind.active[0]:
-            self.kind, self.at = Kind(self.row.active()), 0
-            self.key = self.row.key_of(given, self.row.parts_and_tensors())
-        made = [None if t is None else t() for t in self.last]
-        out_of_turn = self.at and all(given.state is not t for t in made)
-        if out_of_turn or self.kind.active[self.at] != k:
-            raise RefusedLayerError(self.run[number], _OUT_OF_TURN)
-        used = [*_tensors((args, kwargs)), *layer.parameters()]
-        self._check_real(used)
-        if self.key not in self.sizes:
-            try:
-                self.row.measure(self.kind, self.at, given, made)
-            except CellError as refusal:
-                raise RefusedLayerError(
-                    self.run[number], f"cannot be run again: {refusal}"
-                ) from refusal
-        with torch.no_grad():
-            outputs = forward(*args, **kwargs)
-        if any(t.requires_grad for t in used):
-            outputs = _as_if_recorded(outputs, used)
-        self.at += 1
-        self.last = [None if t is None else ref(t) for t in made_by(outputs, (args, kwargs))]
-        if self.at == len(self.kind.active):
-            self.last = []
-            self._seen(self.key, self._ask)
-        return outputs
-
-    def _ask(self) -> tuple[int, int]:
-        kind = self.kind
-        self.row.kind_of(self.key, lambda: kind, self.row.parts_and_tensors())
-        return kind.least_bytes, kind.ordinary_bytes
+        self.row.seen = None
+        for kind in filter(attrgetter("is_measured"), seen):  # the model ran these to their end
+            self._seen(id(kind), partial(attrgetter("least_bytes", "ordinary_bytes"), kind))
 
 
 def run_name(run: Layers) -> str:
@@ -285,19 +221,20 @@ def run_name(run: Layers) -> str:
     return f"{run[0].name} … {run[-1].name}"
 
 
-def called_in_turn(model: nn.Module, sample: Any) -> CallOrder | None:
+def called_in_turn(model: nn.Module, sample: Any) -> CallOrder:
     """Return the calls of a model on a sample, with its preferred runs of layers.
 
-    The result is None if the model has too few parts for a run of layers, or if it raises.
+    There are none if the model has too few parts for a run of layers, or if it raises.
     """
     model = getattr(model, "_orig_mod", model)  # if it is compiled
     aside = (nn.RNNBase, container.Sequential, container.ModuleList, container.ModuleDict)
+    none = CallOrder(ModuleCall("", model))
     if sum(not isinstance(m, aside) for m in model.modules()) < 2:
-        return None
+        return none
     try:
         order, draws, python = _noted(model, sample)
     except Exception:  # the run that measures will raise it again
-        return None
+        return none
     order.preferred = order.runs()
     fills = (0.0, _ALMOST_ONE) if draws else ()
     if python or any(_noted(model, sample, fill)[0].names != order.names for fill in fills):
@@ -352,7 +289,7 @@ def bytes_elsewhere(model: nn.Module, sample: Any) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         output = run_model(model, sample)
-    others = [*model.parameters(), *model.buffers(), *_tensors(sample), *_tensors(output)]
+    others = [*model.parameters(), *model.buffers(), *tensors_in(sample), *tensors_in(output)]
     held = [t for reference in saved if (t := reference()) is not None]
     apart = dict(map(_memory, others))
     return sum(size for at, size in dict(map(_memory, held)).items() if at not in apart)
@@ -363,17 +300,6 @@ def _memory(t: Tensor) -> tuple[int, int]:
     if t.layout is not torch.strided:
         return 0, 0
     return t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    return [t for t in pytree.tree_leaves(value) if isinstance(t, Tensor)]
-
-
-def _sizes(args: tuple[Any, ...]) -> list[Hashable]:
-    """Return the sizes of packed sequences, on which their bytes depend besides the shapes."""
-    return [tuple(a.batch_sizes.tolist()) for a in args if isinstance(a, PackedSequence)]
 
 
 def _as_if_recorded(outputs: Any, given: Sequence[Tensor]) -> Any:
@@ -413,27 +339,19 @@ def untouched(model: nn.Module) -> Iterator[None]:
     found = find_referents([model])
     parts = found.parts()
     devices = {t.device for t in (*model.parameters(), *model.buffers())} or {torch.device("cpu")}
-    chance = [source for device in devices for source in sources(device, found.generators)]
-    states = [source.capture() for source in chance]
-    owned = [vars(part) for part in parts]
-    tables = [held for part in parts for held in (part._buffers, part._parameters, part._modules)]
-    before = [(held, dict(held)) for held in (*owned, *tables)]
+    chance = dict.fromkeys(s for device in devices for s in sources(device, found.generators))
     flat = [part._flat_weights for part in parts if isinstance(part, nn.RNNBase)]
     weights = [(held, [*held]) for held in flat]  # torch changes them with an attribute
     buffers = tuple({id(b): b for part in parts for b in part.buffers(recurse=False)}.values())
-    values = tuple(b.detach().clone() for b in buffers)
     grads = [(p, p.grad) for p in model.parameters()]
+    attributes = [place for place in found.places if isinstance(place, Entries)]
+    ambient = Ambient(torch.device("cpu"), tuple(chance), buffers)
     try:
-        release(model.modules())
-        yield
+        with put_back(attributes), ambient.without_trace():
+            release(model.modules())
+            yield
     finally:
-        for held, then in before:
-            held.clear()
-            held.update(then)
         for listed, were in weights:
             listed[:] = were
-        Ambient(torch.device("cpu"), buffers=buffers).restore(values)
-        for source, state in zip(chance, states, strict=True):
-            source.restore(state)
         for p, grad in grads:
             p.grad = grad

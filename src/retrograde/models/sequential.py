@@ -6,18 +6,17 @@ Jacobians (:mod:`retrograde.scan.chain_scan`), and ``memory`` bounds the bytes o
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from retrograde.errors import CellError, ScanError
-from retrograde.models.chain_plans import ChainFit, Plans, named_layers
+from retrograde.models.chain_plans import ChainFit, ChainPlans, named_layers
 from retrograde.run.transforms import uncompiled
 from retrograde.scan.chain_scan import SCAN_CHOICES, ChainScan, ScanChoice
 from retrograde.scan.sparse.composition import Residual
-from retrograde.scan.sparse.feedforward import Algorithm, LayerCall
+from retrograde.scan.sparse.feedforward import Algorithm
 from retrograde.scan.sparse.rules import register_layer
 from retrograde.scan.sparse.transposed import room
 from retrograde.sizes.cache import LRUCache
@@ -81,7 +80,7 @@ class Sequential(nn.Sequential):
         self.backward, self.algorithm, self.levels = backward, algorithm, levels
         self.memory = memory
         self._scan_choices: LRUCache[ScanChoice] = LRUCache(most=SCAN_CHOICES)
-        self._plans = Plans()
+        self._plans = ChainPlans()
 
     @uncompiled
     def forward(self, input: Any) -> Any:
@@ -130,21 +129,6 @@ class Sequential(nn.Sequential):
         """Return the result of :meth:`fit` for another budget; nothing is changed."""
         return self._plans.fit(self, memory, input)
 
-    def outlook(self, steps: Sequence[LayerCall], *, whole: bool) -> ScanChoice:
-        """Return the chosen scan for a batch, and the costs of each; cached by shape.
-
-        Args:
-            steps: the layers, as run on the batch.
-            whole: whether the gradient of the first layer's input is also wanted.
-
-        Returns:
-            The choice.
-
-        Raises:
-            ScanError: the scan that the options name does not fit.
-        """
-        return self._scan().choose(steps, whole=whole)
-
     def explain(self, input: Tensor) -> ScanChoice:
         """Return the scan that a call would use, and the reason; nothing is trained.
 
@@ -179,10 +163,6 @@ class Sequential(nn.Sequential):
         names = ("memory", "backward", "algorithm", "levels")
         options = {name: vars(self)[name] for name in names}
         return ", ".join(f"{k}={v!r}" for k, v in options.items() if v not in (None, "auto"))
-
-    def __getstate__(self) -> dict[str, Any]:
-        fresh = {"_scan_choices": LRUCache(most=SCAN_CHOICES), "_plans": Plans()}
-        return {**super().__getstate__(), **fresh}  # type: ignore[misc, no-untyped-call]
 
 
 # A chain inside another layer is part of that layer's Jacobian.

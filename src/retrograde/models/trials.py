@@ -16,14 +16,16 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError
-from retrograde.models.refill import Unit, tensors_in
+from retrograde.models.given import Given, tensors_in, unflatten
+from retrograde.models.refill import Unit
 from retrograde.replay.dry_run import DryRun, try_out
 from retrograde.replay.referents import MODULE_TABLES, Referents, find_referents
 from retrograde.replay.surroundings import Ambient, version
 from retrograde.run.states import device_of
 
 __all__ = [
-    "Tried", "enter", "make_of", "parts_of", "tensors_of", "texts_of", "try_call", "wants_of",
+    "Tried", "enter", "make_of", "parts_of", "tensors_of", "texts_of", "try_call",
+    "wants_of",
 ]  # fmt: skip
 
 
@@ -57,38 +59,33 @@ class Tried:
 
 
 def try_call(
-    name: str,
-    forward: Callable[..., Any],
-    layers: Sequence[nn.Module],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    name: str, forward: Callable[..., Any], layers: Sequence[nn.Module], given: Given
 ) -> Tried:
     """Run a call of some layers once.
 
     Raises:
         CellError: the call cannot be run again.
     """
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    given = tensors_in(leaves)
-    versions = [version(t) for t in given]
+    tensors = tensors_in(given.leaves)
+    versions = [version(t) for t in tensors]
     anchors: list[ref[Tensor]] = []
 
     def call() -> Any:
-        args, kwargs, _, anchor = enter(leaves, wants_of(leaves), spec)
+        args, kwargs, _, anchor = enter(given.leaves, wants_of(given.leaves), given.spec)
         anchors.append(ref(anchor))
         return forward(*args, **kwargs)
 
-    trial = try_out(call, layers, device_of(*given), tensors_in)
+    trial = try_out(call, layers, device_of(*tensors), tensors_in)
     outputs = tensors_in(trial.value)
-    if any(t.layout is not torch.strided for t in (*given, *outputs)):
+    if any(t.layout is not torch.strided for t in (*tensors, *outputs)):
         raise CellError(f"layer {name} is given or returns a sparse tensor: expected dense ones")
-    inside = {t.untyped_storage().data_ptr() for t in given}
+    inside = {t.untyped_storage().data_ptr() for t in tensors}
     apart = (t.untyped_storage() for t in outputs)
     tried = Tried(
         Unit(name, forward, trial.ambient, _reads_of(trial.found, trial.ambient)),
         wants=tuple(t.requires_grad for t in outputs),
         is_apart=any(s.nbytes() and s.data_ptr() not in inside for s in apart),
-        writes=versions != [version(t) for t in given],
+        writes=versions != [version(t) for t in tensors],
         trial=replace(trial, value=None),  # type: ignore[arg-type]
     )
     del trial, outputs, apart
@@ -103,7 +100,7 @@ def wants_of(leaves: Sequence[Any]) -> list[bool]:
 
 
 def enter(
-    leaves: Sequence[Any], wants: Sequence[bool], spec: pytree.TreeSpec
+    leaves: Sequence[Any], wants: Sequence[bool], spec: pytree.TreeSpec | None
 ) -> tuple[Any, Any, list[Tensor], Tensor]:
     """Return arguments without the graph that they came from, and those that want a gradient. The
     last result is the leaf of the graph that begins with these."""
@@ -113,7 +110,7 @@ def enter(
         given = list(_Enter.apply(anchor, *given))  # type: ignore[no-untyped-call]
     rest = iter(given)
     pairs = zip(leaves, wants, strict=True)
-    args, kwargs = pytree.tree_unflatten([next(rest) if want else x for x, want in pairs], spec)
+    args, kwargs = unflatten([next(rest) if want else x for x, want in pairs], spec)
     return args, kwargs, given, anchor
 
 

@@ -95,7 +95,8 @@ class ChainScan:
         return _Scan.apply(self, layers, x, *parameters)  # type: ignore[no-untyped-call]
 
     def choose(self, steps: Sequence[LayerCall], *, whole: bool) -> ScanChoice:
-        """See :meth:`retrograde.Sequential.outlook`."""
+        """Return the scan for a batch, cached by shape. ``whole``: whether the gradient of the
+        first layer's input is also wanted."""
         x = steps[0].x
         patterns = tuple(p.pattern for step in steps for p in step.path.pieces())
         asked = self.algorithm, self.levels, self.memory

@@ -1,0 +1,73 @@
+"""The arguments of a call, and the tensors in these and in results."""
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from retrograde.sizes.cache import signature
+
+__all__ = ["Given", "made_by", "tensors_in", "unflatten"]
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+
+
+class Given:
+    """The arguments of a call, with copies of the caller's lists and dicts.
+
+    ``slot`` is the position or name of the state among them.
+    """
+
+    def __init__(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, slot: int | str = 0
+    ) -> None:
+        self.slot = slot
+        self.spec: pytree.TreeSpec | None = None  # of positional tensors alone, the usual case
+        self.leaves: list[Any] = [*args]
+        if kwargs or not all(isinstance(leaf, Tensor) for leaf in args):
+            self.leaves, self.spec = pytree.tree_flatten((args, kwargs or {}))
+        self.args, self.kwargs = unflatten(self.leaves, self.spec)
+
+    @property
+    def state(self) -> Any:
+        """The state, or None if there is no such argument."""
+        held: Any = dict(enumerate(self.args)) if isinstance(self.slot, int) else self.kwargs
+        return held.get(self.slot)
+
+    def kind(self) -> Hashable:
+        """Return their key: the structure, the tensors' signatures, and the other values."""
+        known = (signature(v) if isinstance(v, Tensor) else (type(v), v) for v in self.leaves)
+        return str(self.spec), tuple(known)
+
+    def refusal(self) -> str | None:
+        """Return the reason why a layer cannot be recomputed with these arguments, or None."""
+        for leaf in self.leaves:
+            if not isinstance(leaf, (Tensor, *_PLAIN)):
+                return (
+                    f"is given a {type(leaf).__name__}, which it may change: expected tensors and "
+                    "numbers; of a language model, call it with use_cache=False"
+                )
+        return None
+
+
+def unflatten(leaves: Sequence[Any], spec: pytree.TreeSpec | None) -> tuple[Any, Any]:
+    """Return the arguments and keyword arguments that have some leaves."""
+    if spec is None:
+        return tuple(leaves), {}
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    return args, kwargs
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in a pytree."""
+    if isinstance(value, Tensor):
+        return [value]
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def made_by(result: Any, given: Any) -> list[Tensor | None]:
+    """Return the tensors of a result; None for one that lies in memory of what was given."""
+    theirs = {t.untyped_storage().data_ptr() for t in tensors_in(given)}
+    return [t if t.untyped_storage().data_ptr() not in theirs else None for t in tensors_in(result)]
