@@ -18,7 +18,7 @@ import numpy as np
 
 import retrograde as rg
 from retrograde.plan.steps.unfold import NOTHING, Parts, recall
-from retrograde.schedule import Verb, merge
+from retrograde.schedule import Verb
 
 RESULTS = Path(__file__).parent / "results"
 LENGTH = 1000
@@ -73,7 +73,7 @@ def first_best(length: int, memory: int, policy: str, alpha: int | None) -> rg.S
 
     root = recall((length, memory), describe)
     units = rg.plan(2, 2, policy, **sizes).units
-    return merge(parts.unfold(root, length=length, policy=policy, memory=memory, units=units))
+    return parts.schedule(root, length=length, policy=policy, memory=memory, units=units)
 
 
 def main() -> None:

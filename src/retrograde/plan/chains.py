@@ -34,7 +34,7 @@ from retrograde.plan.calls import (
     level_bytes,
 )
 from retrograde.plan.steps.unfold import NOTHING, Parts, store_all
-from retrograde.schedule import Action, Advance, Chain, Schedule, merge, simulate
+from retrograde.schedule import Action, Advance, Backward, Chain, Record, Schedule, simulate
 from retrograde.units import Memory, as_bytes, format_bytes
 
 __all__ = ["LONGEST", "chain_minimum", "plan_chain", "record_everything"]
@@ -70,7 +70,7 @@ def plan_chain(
         parts = fastest(calls, units, kinds)
     except ValueError:
         raise _too_small(chain, room, policy) from None
-    schedule = merge(_schedule(chain, parts, policy, room))
+    schedule = _schedule(chain, parts, policy, room)
     is_best = level_bytes(calls, units) == 1
     is_simple = not any(chain.hands_on) and not any(chain.release_bytes)  # as the table has it
     if not is_simple or not (is_best or certify):
@@ -94,8 +94,9 @@ def _too_small(chain: Chain, room: int, policy: str) -> BudgetError:
     parts = fastest(calls, least(calls, _kinds(policy)), _kinds(policy))
     actions: list[Action] = []
     for action in _schedule(chain, parts, policy, None):
-        if isinstance(action, Advance):
-            actions += [Advance(k, k + 1) for k in range(action.start, action.stop)]
+        if isinstance(action, Advance | Record | Backward):
+            layers = [type(action)(k, k + 1) for k in range(action.start, action.stop)]
+            actions += layers[::-1] if isinstance(action, Backward) else layers
         else:
             actions.append(action)
     apart = Schedule.from_actions(actions, length=len(chain), units=chain)
@@ -168,4 +169,4 @@ def _schedule(chain: Chain, parts: tuple[Part, ...], policy: str, memory: int | 
         return rest
 
     root = number(parts, grouped=False)
-    return found.unfold(root, length=len(chain), policy=policy, memory=memory, units=chain)
+    return found.schedule(root, length=len(chain), policy=policy, memory=memory, units=chain)

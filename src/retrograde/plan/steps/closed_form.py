@@ -116,7 +116,7 @@ def hsm_parts(length: int, memory: int, parts: Parts) -> int:
     """Add the parts of HSM's schedule with the fewest actions; returns the number of the whole.
 
     >>> parts = Parts()
-    >>> print(parts.unfold(hsm_parts(2, 1, parts), length=2, policy="hsm"))
+    >>> print(parts.schedule(hsm_parts(2, 1, parts), length=2, policy="hsm"))
     store 0, advance 0→1, record 1→2, backward 2→1, load 0, record 0→1, backward 1→0, free 0
     """
     check_size(length, 4 * length)

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from retrograde.errors import ScheduleError
 from retrograde.schedule import Chain, Schedule, Units, Verb
+from retrograde.schedule.merge import merged
 from retrograde.units import format_bytes
 
 __all__ = ["INTERPRETED", "LARGEST_BYTES", "NOTHING", "Parts", "check_size", "recall", "store_all"]
@@ -36,6 +37,7 @@ _ACTION_BYTES = 17
 
 _ADVANCE, _STORE, _RECORD, _LOAD, _FREE, _BACKWARD = (verb.value for verb in Verb)
 _Key = TypeVar("_Key")
+_Row = tuple[int, int, int, int, bool]
 _Verbs = NDArray[np.uint8]
 _Places = NDArray[np.int64]
 
@@ -58,14 +60,13 @@ class Parts:
         >>> parts = Parts()
         >>> last = parts.record(0, 1)
         >>> whole = parts.store(2, last, parts.record(0, 2))
-        >>> print(parts.unfold(whole, length=3, policy="custom"))
+        >>> print(parts.schedule(whole, length=3, policy="custom"))
         store 0, advance 0→2, store 2, record 2→3, backward 3→2, free 2, load 0, record 0→2,
         backward 2→0, free 0
     """
 
     def __init__(self) -> None:
-        self._rows: list[tuple[int, int, int, int, bool]] = []
-        self._actions: list[int] = []
+        self._rows: list[_Row] = []
 
     def store(self, advance: int, right: int, left: int = NOTHING) -> int:
         """Add a part that keeps the hidden state after ``advance`` steps; returns its number."""
@@ -80,13 +81,40 @@ class Parts:
     def add(self, advance: int, keep: int, right: int, left: int, *, base: bool = False) -> int:
         """Add a part that keeps ``keep`` recorded steps, a state if 0, or nothing if −1.
         ``base`` is whether the part stores its own base until the load."""
-        mine = (advance > 0) + 2 * (keep >= 0) + (left != NOTHING) + 2 * base
-        inside = sum(self._actions[part] for part in (right, left) if part != NOTHING)
         self._rows.append((advance, keep, right, left, base))
-        self._actions.append(mine + inside)
         return len(self._rows) - 1
 
-    def unfold(
+    def total(self, root: int, own: Callable[[_Row], int]) -> int:
+        """Return the sum of ``own`` over all occurrences of parts in a whole."""
+        sums = [0] * (len(self._rows) + 1)  # the last is that of NOTHING
+        for part, row in enumerate(self._rows):
+            sums[part] = own(row) + sums[row[2]] + sums[row[3]]
+        return sums[root]
+
+    def first_advances(self, root: int) -> list[int]:
+        """Return the lengths of all advances from the beginning of a whole."""
+        found = []
+        while root != NOTHING and (advance := self._rows[root][0]):
+            found.append(advance)
+            root = self._rows[root][3]
+        return found
+
+    def actions(
+        self, root: int, length: int, *, held: bool = True
+    ) -> tuple[_Verbs, _Places, _Places]:
+        """Write out a part: the verbs and positions of its actions, with ranges not yet merged. If
+        ``held``, they are between ``Store(0)`` and ``Free(0)``."""
+        size = self.total(root, _actions) + 2 * held
+        check_size(length, size)
+        kind = np.empty(size, np.uint8)
+        start, stop = np.empty(size, np.int64), np.empty(size, np.int64)
+        if size > INTERPRETED:
+            _compiled()(np.array(self._rows, np.int64), root, held, kind, start, stop)
+        else:
+            _unfold(self._rows, root, held, kind, start, stop)
+        return kind, start, stop
+
+    def schedule(
         self,
         root: int,
         *,
@@ -97,18 +125,15 @@ class Parts:
         bound: int | float | None = None,
         held: bool = True,
     ) -> Schedule:
-        """Write out a part, with ranges not yet merged; if ``held``, between ``Store(0)`` and
-        ``Free(0)``. The other arguments are those of :class:`~retrograde.schedule.Schedule`."""
-        size = self._actions[root] + 2 * held
-        check_size(length, size)
-        kind = np.empty(size, np.uint8)
-        start, stop = np.empty(size, np.int64), np.empty(size, np.int64)
-        rows = np.array(self._rows, np.int64)
-        if size > INTERPRETED:
-            _compiled()(rows, root, held, kind, start, stop)
-        else:
-            _unfold(rows.tolist(), root, held, kind, start, stop)
-        return Schedule(length, policy, memory, units or Units(), kind, start, stop, bound)
+        """Return a part as a schedule, in the longest ranges; ``held`` is that of :meth:`actions`,
+        and the others are those of :class:`~retrograde.schedule.Schedule`."""
+        actions = merged(*self.actions(root, length, held=held))
+        return Schedule(length, policy, memory, units or Units(), *actions, bound)
+
+
+def _actions(row: _Row) -> int:
+    advance, keep, _, left, base = row
+    return (advance > 0) + 2 * (keep >= 0) + (left != NOTHING) + 2 * base
 
 
 def recall(root: _Key, describe: Callable[[_Key, Callable[[_Key], int]], int]) -> int:
@@ -140,7 +165,7 @@ def recall(root: _Key, describe: Callable[[_Key, Callable[[_Key], int]], int]) -
 def store_all(length: int, units: Units | Chain | None = None) -> Schedule:
     """Ordinary backpropagation through time: every step is recorded once, in one range."""
     parts = Parts()
-    return parts.unfold(parts.record(0, length), length=length, policy="store-all", units=units)
+    return parts.schedule(parts.record(0, length), length=length, policy="store-all", units=units)
 
 
 class _MissingError(LookupError):
