@@ -288,15 +288,15 @@ def _fastest(length: int, blocks: Sequence[int], budget: int, sizes: _Sizes) -> 
     for steps in sorted(blocks, key=lambda steps: (least[steps], steps)):
         if least[steps] > best[0]:
             break
-        parts = Parts()
-        root, *spent = divided[steps].plan(parts)
-        time = footprint.time(length, *spent, divided[steps].count)
+        parts, one = Parts(), divided[steps]
+        root, forward_steps, advances = one.plan(parts)
+        spent = forward_steps, advances, one.count
+        time = footprint.time(length, *spent)
         if (time, steps) < best:
-            best, found = (time, steps), (parts, root, spent)
-    parts, root, spent = found
-    one = divided[best[1]]
+            best, found = (time, steps), (one, parts, root, spent)
+    one, parts, root, spent = found
     schedule = one.schedule(parts, root, _units(footprint))
-    return _describe(schedule, one.steps, one.chunk, (*spent, one.count), budget, sizes)
+    return _describe(schedule, one.steps, one.chunk, spent, budget, sizes)
 
 
 def _divided(length: int, steps: int, budget: int, sizes: _Sizes) -> Blocks:

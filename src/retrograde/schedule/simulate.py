@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrograde.errors import ScheduleError
-from retrograde.schedule.account import Units, account_of
+from retrograde.schedule.account import OfChain, OfUnits, Units
 from retrograde.schedule.actions import Code, Verb, decode
 from retrograde.schedule.chain import Chain
 
@@ -99,10 +99,12 @@ def simulate(schedule: "Schedule") -> Replay:
     clock = np.zeros(len(codes))
     previous = _NOTHING
     for index, (code, following) in enumerate(zip(codes, [*codes[1:], _NOTHING], strict=False)):
+        account.high = 0
         reason = machine.apply(code, previous, following)
         if reason:
             raise ScheduleError(f"action {index}, {decode(*code)}: {reason}")
-        kept[index], high[index], clock[index] = account.held, account.high, account.seconds
+        kept[index], high[index] = account.held, max(account.high, account.held)
+        clock[index] = account.seconds
         previous = code
     reason = machine.unfinished()
     if reason:
@@ -117,8 +119,11 @@ class _Machine:
 
     def __init__(self, length: int, units: Units | Chain) -> None:
         self.length = length
-        self.account = account_of(units, length)
-        self.outputs = units.keeps_output if isinstance(units, Chain) else (True,) * length
+        self.account: OfChain | OfUnits
+        if isinstance(units, Chain):
+            self.account, self.outputs = OfChain(units), units.keeps_output
+        else:
+            self.account, self.outputs = OfUnits(units, length), (True,) * length
         self.current = 0  # -1 where no state is current
         self.stored = bytearray(length + 1)
         self.recorded = bytearray(length)
@@ -172,7 +177,7 @@ class _Machine:
         if self.stored[at]:
             return f"state {at} is stored already"
         self.stored[at] = 1
-        self.account.store(at)
+        self.account.hold(at)
         return ""
 
     def _record(self, start: int, stop: int, in_core: bool) -> str:
@@ -188,10 +193,10 @@ class _Machine:
             return f"there is no state {at}: expected 0 to {self.length}"
         if at == self.current:
             return f"state {at} is current already"
-        if not (self.stored[at] or (self._is_kept(at) and self.account.keeps_output(at - 1))):
+        if not self._is_kept(at):
             return f"state {at} is neither stored nor the output of a recorded step"
         self.current = at
-        self.account.load(at)
+        self.account.move(at)
         return ""
 
     def _free(self, at: int, previous: Code) -> str:
@@ -205,7 +210,7 @@ class _Machine:
         if at < self.length and self.recorded[at]:
             return f"the recorded step {at} still rests on state {at}"
         self.stored[at] = 0
-        self.account.free(at)
+        self.account.release(at)
         return ""
 
     def _backward(self, start: int, stop: int) -> str:
