@@ -134,9 +134,7 @@ def plan(
         root, bound = hsm_parts(steps, slots, parts), hsm_cost(steps, slots)
         return parts.schedule(root, length=steps, policy=policy, memory=slots, bound=bound)
     root, bound = Mixed(slots - 1, 1, wide=True).schedule(steps, parts), ism_cost(steps, slots)
-    return parts.schedule(
-        root, length=steps, policy=policy, memory=slots, units=_ISM, bound=bound
-    )
+    return parts.schedule(root, length=steps, policy=policy, memory=slots, units=_ISM, bound=bound)
 
 
 @overload

@@ -15,7 +15,6 @@ held. ``keeps_input`` and ``keeps_output`` say which states a tape refers to.
 This module has numbers only; :func:`retrograde.profile` measures them.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import chain
@@ -23,12 +22,11 @@ from math import isfinite
 from typing import Any
 
 from retrograde.errors import ScheduleError
+from retrograde.schedule.json_text import fail, read, write
 from retrograde.units import aligned, format_bytes
 
 __all__ = ["Chain"]
 
-_FORMAT = "retrograde-chain"
-_VERSION = 1
 _SECONDS = ("forward_seconds", "backward_seconds")
 _BYTES = (
     "output_bytes",
@@ -163,12 +161,12 @@ class Chain:
 
     def to_json(self) -> str:
         """Return the chain as one line of JSON text, which :meth:`from_json` reads."""
-        document = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
+        parts = asdict(self)
         if self.output_gradient_bytes == self.output_bytes:
-            del document["output_gradient_bytes"]
+            del parts["output_gradient_bytes"]
         if not any(self.hands_on):
-            del document["hands_on"]
-        return json.dumps(document, separators=(",", ":"))
+            del parts["hands_on"]
+        return write("chain", parts)
 
     @classmethod
     def from_json(cls, text: str) -> "Chain":
@@ -177,28 +175,12 @@ class Chain:
         Raises:
             ScheduleError: the text is malformed; the message says where.
         """
+        optional = {"output_gradient_bytes", "hands_on"}
+        names = {field.name for field in fields(cls)} - optional
         try:
-            document = json.loads(text)
-        except (TypeError, ValueError) as error:
-            raise ScheduleError(f"not a chain: the text is not JSON ({error})") from None
-        known = [("format", _FORMAT), ("version", _VERSION)]
-        if (
-            not isinstance(document, dict)
-            or [(key, document.pop(key, None)) for key, _ in known] != known
-        ):
-            raise ScheduleError(
-                f"not a chain: expected a JSON object with the format {_FORMAT!r}, version "
-                f"{_VERSION}"
-            )
-        names = {field.name for field in fields(cls)}
-        unlike = (document.keys() ^ names) - {"output_gradient_bytes", "hands_on"}
-        if unlike:
-            odd = ", ".join(sorted(map(repr, unlike)))
-            raise ScheduleError(f"not a chain: missing or unknown: {odd}")
-        try:
-            return cls(**document)
+            return cls(**read("chain", text, names, optional))
         except TypeError as error:
-            raise ScheduleError(f"not a chain: {error}") from None
+            fail("chain", error)
 
     def __str__(self) -> str:
         rows = [("layer", "forward", "backward", "output", "internal", "transient")]
