@@ -23,7 +23,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -40,7 +40,6 @@ from torch._C._profiler import (
 from torch.autograd import profiler
 from torch.overrides import _get_current_function_mode_stack
 
-from retrograde.measure.interrupts import interrupts_put_off
 from retrograde.measure.requests import Event, requests
 from retrograde.units import format_bytes
 
@@ -222,32 +221,28 @@ def _observe(
     fn: Callable[[], T], device: torch.device, *, oldest: bool
 ) -> tuple[T, int, int, list[Event]]:
     """Run a call and return its value, its start and end in ns, and its memory events."""
-    with MEASURING, interrupts_put_off() as interruptible, _uncollected(), unpacked():
+    with MEASURING, _uncollected(), unpacked():
         _synchronize(device)
         if is_profiled():
             return _beside(fn, device, oldest)
         with requests(device) as as_requested:
-            value, start_ns, stop_ns, events = _alone(fn, device, interruptible)
+            value, start_ns, stop_ns, events = _alone(fn, device)
             return value, start_ns, stop_ns, as_requested(events)
 
 
-def _alone(
-    fn: Callable[[], T],
-    device: torch.device,
-    interruptible: Callable[[], AbstractContextManager[object]],
-) -> tuple[T, int, int, list[Event]]:
-    """Measure by torch's profiler, limited to memory events. The profiler is always stopped: one
-    that an interrupt left running would fail when the process ends."""
-    _start_profiler()
-    start_ns = time.time_ns()
+def _alone(fn: Callable[[], T], device: torch.device) -> tuple[T, int, int, list[Event]]:
+    """Measure by torch's profiler, limited to memory events. The profiler is stopped after an
+    error or Ctrl-C too: one that was left running would fail when the process ends."""
     try:
-        with interruptible():
-            value = fn()
-            _synchronize(device)
+        _start_profiler()
+        start_ns = time.time_ns()
+        value = fn()
+        _synchronize(device)
     finally:
         stop_ns = time.time_ns()
-        torch._C._autograd._enable_record_function(True)
-        result = torch._C._autograd._disable_profiler()
+        if torch._C._autograd._profiler_enabled():
+            torch._C._autograd._enable_record_function(True)
+            result = torch._C._autograd._disable_profiler()
     return value, start_ns, stop_ns, sorted(_allocations(result), key=lambda e: e.nanoseconds)
 
 
