@@ -156,16 +156,16 @@ def _schedule(chain: Chain, parts: tuple[Part, ...], policy: str, memory: int | 
         for k in range(len(parts) - 1, -1, -1):
             part, is_last = parts[k], k == len(parts) - 1
             if not part.parts and (part.way == 0 or (grouped and is_last)):
-                rest = found.record(0, 1, rest)
+                rest = found.add(0, 1, rest)
                 continue
-            inside = number(part.parts, grouped=True) if part.parts else found.record(0, 1)
+            inside = number(part.parts, grouped=True) if part.parts else found.add(0, 1)
             rest = found.add(part.stop - part.start, -1, rest, inside)
             if k and not (
                 parts[k - 1].way == 0
                 and not parts[k - 1].parts
                 and chain.keeps_output[part.start - 1]
             ):
-                rest = found.store(0, rest)
+                rest = found.add(0, 0, rest)
         return rest
 
     root = number(parts, grouped=False)

@@ -39,7 +39,7 @@ def best_schedule(length: int, memory: int, units: Units, policy: str) -> Schedu
     in the unit of the sizes. ScheduleError where ``"msm"`` needs too large a table."""
     parts, held = Parts(), True
     if memory >= _enough(length, units):
-        root, bound = parts.record(0, length), length
+        root, bound = parts.add(0, length), length
     elif form := closed_form(memory, units, policy):
         root, bound = form.schedule(length, parts), form.cost(length)
     elif table := _table(length, memory, units, policy):
