@@ -65,15 +65,14 @@ def plan_chain(
     kinds, (calls, unit) = _kinds(policy), _calls_of(chain)
     if kinds.records and room >= ordinary.peak:
         return replace(ordinary, policy=policy, memory=room, bound=ordinary.seconds)
-    units = (room - chain.standing_bytes) // unit
+    units = (room - chain.overhead_bytes) // unit
     try:
         parts = fastest(calls, units, kinds)
     except ValueError:
         raise _too_small(chain, room, policy) from None
     schedule = _schedule(chain, parts, policy, room)
     is_best = level_bytes(calls, units) == 1
-    is_simple = not any(chain.hands_on) and not any(chain.release_bytes)  # as the table has it
-    if not is_simple or not (is_best or certify):
+    if not (is_best or certify):
         return schedule
     seconds = schedule.seconds or 0.0
     if not is_best:
@@ -84,7 +83,7 @@ def plan_chain(
 def chain_minimum(chain: Chain, policy: str = "msm") -> int:
     """Return the smallest budget that a policy can keep, in bytes."""
     kinds, (calls, unit) = _kinds(policy), _calls_of(chain)
-    found = least(calls, kinds) * unit + chain.standing_bytes
+    found = least(calls, kinds) * unit + chain.overhead_bytes
     return min(found, record_everything(chain).peak) if kinds.records else found
 
 

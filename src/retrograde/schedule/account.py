@@ -5,9 +5,9 @@
 and seconds, within actions too. Both assume that the actions are legal, as
 :mod:`retrograde.schedule.simulate` checks.
 
-*Bytes of a chain.* Each hidden state counts once, while it is current, stored, or held by something
-else: a neighbouring internal state that refers to it, or a held state that hands it on. The
-gradient of a state is held from the backward pass of its layer until that of the layer before.
+*Bytes of a chain.* Each hidden state counts once, while it is current, stored, or held by a
+neighbouring internal state that refers to it. The gradient of a state is held from the backward
+pass of its layer until that of the layer before.
 The transient memory of a layer counts while the layer runs.
 """
 
@@ -100,7 +100,6 @@ class OfChain:
         self.chain = chain
         self.states, self.gradients = chain.state_bytes, chain.gradient_bytes
         self.tapes = chain.tape_bytes
-        self.hands_on = ((), *chain.hands_on[:-1], ())  # the last state is the caller's
         self.reasons = [0] * (len(chain) + 1)  # how many holders each hidden state has
         self.held, self.high = chain.overhead_bytes, 0
         self.seconds = 0.0
@@ -130,11 +129,8 @@ class OfChain:
         self.move(None)
         if self.frontier is None:
             self.held += self.gradients[stop]
-        self._touch(0)
         for k in range(stop - 1, start - 1, -1):
-            own = self.gradients[k] + chain.backward_transient_bytes[k]
-            alone = chain.keeps_input[k] and self.reasons[k] == 1
-            self._touch(own - chain.release_bytes[k] if alone else own)
+            self._touch(self.gradients[k] + chain.backward_transient_bytes[k])
             self.held += self.gradients[k] - self.gradients[k + 1] - self.tapes[k]
             self._refer(k, self.release)
             self.seconds += chain.backward_seconds[k]
@@ -151,16 +147,12 @@ class OfChain:
     def hold(self, at: int) -> None:
         if not self.reasons[at]:
             self.held += self.states[at]
-            for handed in self.hands_on[at]:
-                self.hold(handed)
         self.reasons[at] += 1
 
     def release(self, at: int) -> None:
         self.reasons[at] -= 1
         if not self.reasons[at]:
             self.held -= self.states[at]
-            for handed in self.hands_on[at]:
-                self.release(handed)
 
     def _refer(self, k: int, change: Callable[[int], None]) -> None:
         """Apply ``change`` to the hidden states that the internal state of layer k refers to."""

@@ -17,7 +17,6 @@ This module has numbers only; :func:`retrograde.profile` measures them.
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from itertools import chain
 from math import isfinite
 from typing import Any
 
@@ -35,7 +34,6 @@ _BYTES = (
     "forward_transient_bytes",
     "record_transient_bytes",
     "backward_transient_bytes",
-    "release_bytes",
 )
 _FLAGS = ("keeps_input", "keeps_output")
 
@@ -55,16 +53,12 @@ class Chain:
             the gradients of its input and its output; 0 by default.
         record_transient_bytes: temporaries of recording it, beyond its input and its internal
             state; as ``forward_transient_bytes`` by default.
-        release_bytes: bytes that its backward pass saves where only its internal state holds its
-            input, which is then released before the peak; 0 by default.
         keeps_input: whether its internal state refers to its input; yes by default.
         keeps_output: whether its internal state refers to its output; yes by default.
         names: names of the layers; their numbers by default.
         input_bytes: the chain's input; shown, and not counted.
         overhead_bytes: bytes held throughout, whatever is stored.
         output_gradient_bytes: the gradient of its output; as ``output_bytes`` by default.
-        hands_on: the earlier hidden states whose memory its output still refers to, because it
-            passes on part of its input; none by default. A plan counts these as held throughout.
 
     Raises:
         ScheduleError: the columns differ in length, or a number is negative, not finite or, where
@@ -85,14 +79,12 @@ class Chain:
     forward_transient_bytes: Sequence[int] = ()
     backward_transient_bytes: Sequence[int] = ()
     record_transient_bytes: Sequence[int] = ()
-    release_bytes: Sequence[int] = ()
     keeps_input: Sequence[bool] = ()
     keeps_output: Sequence[bool] = ()
     names: Sequence[str] = ()
     input_bytes: int = 0
     overhead_bytes: int = 0
     output_gradient_bytes: Sequence[int] = ()
-    hands_on: Sequence[Sequence[int]] = ()
 
     def __post_init__(self) -> None:
         length = len(self.forward_seconds)
@@ -104,13 +96,11 @@ class Chain:
             "forward_transient_bytes": [0] * length,
             "backward_transient_bytes": [0] * length,
             "record_transient_bytes": self.forward_transient_bytes or [0] * length,
-            "release_bytes": [0] * length,
             "keeps_input": [True] * length,
             "keeps_output": [True] * length,
-            "hands_on": [()] * length,
             "names": [str(k) for k in range(length)],
         }
-        for name in (*_SECONDS, *_BYTES, *_FLAGS, "hands_on", "names"):
+        for name in (*_SECONDS, *_BYTES, *_FLAGS, "names"):
             column = tuple(getattr(self, name)) or tuple(defaults.get(name, ()))
             if len(column) != length:
                 raise ScheduleError(
@@ -148,12 +138,6 @@ class Chain:
         return (0, *self.output_gradient_bytes)
 
     @property
-    def standing_bytes(self) -> int:
-        """Bytes that a plan counts throughout: the overhead, and states that are handed on."""
-        states = self.state_bytes
-        return self.overhead_bytes + sum(states[at] for at in {*chain(*self.hands_on)})
-
-    @property
     def tape_bytes(self) -> tuple[int, ...]:
         """Bytes of each internal state without the layer's input and output."""
         pairs = zip(self.internal_bytes, self.output_bytes, strict=True)
@@ -164,8 +148,6 @@ class Chain:
         parts = asdict(self)
         if self.output_gradient_bytes == self.output_bytes:
             del parts["output_gradient_bytes"]
-        if not any(self.hands_on):
-            del parts["hands_on"]
         return write("chain", parts)
 
     @classmethod
@@ -175,7 +157,7 @@ class Chain:
         Raises:
             ScheduleError: the text is malformed; the message says where.
         """
-        optional = {"output_gradient_bytes", "hands_on"}
+        optional = {"output_gradient_bytes"}
         names = {field.name for field in fields(cls)} - optional
         try:
             return cls(**read("chain", text, names, optional))
@@ -212,10 +194,6 @@ def _entry(name: str, k: int | None, value: Any) -> Any:
         if isinstance(value, bool | int) and value in (0, 1):
             return bool(value)
         raise ScheduleError(f"{where} is {value!r}: expected True or False")
-    if name == "hands_on":
-        if all(type(at) is int and 0 < at <= (k or 0) for at in value):
-            return tuple(value)
-        raise ScheduleError(f"{where} is {value!r}: expected numbers of states, 1 … {k}")
     if name in _SECONDS:
         if isinstance(value, int | float) and isfinite(value) and value >= 0:
             return float(value)
