@@ -108,11 +108,6 @@ def units_of(alpha: int | None, beta: int | None, state: int | None = None) -> U
         )
     size = integer("alpha", alpha)
     without_input = max(1, size - hidden) if beta is None else integer("beta", beta)
-    if without_input > size:
-        raise ScheduleError(
-            f"beta is {without_input} and alpha is {size}: an internal state without its input is "
-            "no larger than with it; expected beta <= alpha"
-        )
     return Units(alpha=size, beta=without_input, core=0, initial=hidden, state=hidden)
 
 
