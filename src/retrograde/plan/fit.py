@@ -248,7 +248,8 @@ def fit(length: int, memory: Memory | None, footprint: Footprint) -> Fit:
     budget = ordinary if memory is None else as_bytes(memory, ordinary)
     if asks_for_all(memory) and not footprint.scheduled:
         budget = max(budget, whole)  # 100 % always allows ordinary backpropagation
-    if budget >= whole and (not footprint.scheduled or _fits_heap(length, footprint)):
+    heap = math.inf if footprint.heap_bytes is None else footprint.heap_bytes
+    if budget >= whole and (not footprint.scheduled or footprint.held(length) <= heap):
         return _whole(length, budget, footprint)
     if budget < minimum:
         raise refusal(length, memory, budget, minimum, ordinary, footprint.unit)
@@ -267,7 +268,8 @@ def refusal(
     unit: str = "steps",
 ) -> BudgetError:
     """Return the error for a ``budget`` below ``minimum`` (bytes), which ``memory`` asked for."""
-    given = f"{memory} of {format_bytes(ordinary)}" if _is_share(memory) else f"{memory!r}"
+    is_share = isinstance(memory, float) or (isinstance(memory, str) and "%" in memory)
+    given = f"{memory} of {format_bytes(ordinary)}" if is_share else f"{memory!r}"
     return BudgetError(
         f"the memory {given} is {budget} bytes ({format_bytes(budget)}), but {length} {unit} "
         f"need at least {minimum} bytes ({format_bytes(minimum)}), that is "
@@ -352,10 +354,6 @@ def predict_peak_bytes(schedule: Schedule, footprint: Footprint) -> int:
     return max(peak + footprint.call_bytes + footprint.extra_bytes, footprint.trial_bytes)
 
 
-def _is_share(memory: Memory | None) -> bool:
-    return isinstance(memory, float) or (isinstance(memory, str) and "%" in memory)
-
-
 def _grid(length: int, budget: int, sizes: _Sizes) -> list[int]:
     """Return the block lengths to try: a geometric grid, and lengths that fill the budget. The
     latter hold 0, 1, 2, … recorded blocks beside the working core and the states between the other
@@ -415,10 +413,6 @@ def _describe(
         minimum_bytes=footprint.minimum_bytes(),
         ordinary=False,
     )
-
-
-def _fits_heap(length: int, footprint: Footprint) -> bool:
-    return footprint.heap_bytes is None or footprint.held(length) <= footprint.heap_bytes
 
 
 def whole_fit(length: int, block: int, **found: Any) -> Fit:

@@ -132,13 +132,11 @@ class _Machine:
 
     def apply(self, code: Code, previous: Code, following: Code) -> str:
         verb, start, stop = code
-        if verb == _ADVANCE:
-            return self._advance(start, stop)
+        if verb in (_ADVANCE, _RECORD):
+            in_core = following[0] == _BACKWARD and following[2] == stop
+            return self._run(start, stop, records=verb == _RECORD, in_core=in_core)
         if verb == _STORE:
             return self._store(start)
-        if verb == _RECORD:
-            in_core = following[0] == _BACKWARD and following[2] == stop
-            return self._record(start, stop, in_core)
         if verb == _LOAD:
             return self._load(start)
         if verb == _FREE:
@@ -151,12 +149,7 @@ class _Machine:
         state = self.stored.find(1)
         return f"state {state} is still stored: free it" if state >= 0 else ""
 
-    def _advance(self, start: int, stop: int) -> str:
-        if not (reason := self._run(start, stop)):
-            self.account.advance(start, stop)
-        return reason
-
-    def _run(self, start: int, stop: int) -> str:
+    def _run(self, start: int, stop: int, *, records: bool, in_core: bool) -> str:
         if reason := self._bad_range(start, stop):
             return reason
         if start != self.current:
@@ -167,6 +160,11 @@ class _Machine:
         step = self.recorded.find(1, start, stop)
         if step >= 0:
             return f"step {step} is recorded already: load its output, state {step + 1}"
+        if records:
+            self.account.record(start, stop, resting=self._is_kept(start), in_core=in_core)
+            self.recorded[start:stop] = b"\1" * (stop - start)
+        else:
+            self.account.advance(start, stop)
         self.current = stop
         self.cost += stop - start
         return ""
@@ -178,14 +176,6 @@ class _Machine:
             return f"state {at} is stored already"
         self.stored[at] = 1
         self.account.hold(at)
-        return ""
-
-    def _record(self, start: int, stop: int, in_core: bool) -> str:
-        if reason := self._run(start, stop):
-            return reason
-        resting = self._is_kept(start)
-        self.recorded[start:stop] = b"\1" * (stop - start)
-        self.account.record(start, stop, resting=resting, in_core=in_core)
         return ""
 
     def _load(self, at: int) -> str:
