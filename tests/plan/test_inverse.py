@@ -72,6 +72,7 @@ def test_the_longest_sequence_is_exact_at_any_size(allowed, memory):
     assert hsm_cost(found + 1, memory) > allowed * (found + 1)
 
 
+@settings(deadline=None)
 @given(st.integers(2, 12), st.integers(1, 500), st.integers(1, 20))
 def test_the_longest_mixed_sequence_is_exact_at_any_size(allowed, memory, beta):
     found = longest(allowed, memory, "msm", alpha=beta + 1)

@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, chain, repeat
-from math import ceil, comb, isqrt
+from math import comb, isqrt
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,28 +57,33 @@ class Mixed:
 
     def cost(self, length: int) -> int:
         """Return C(t, M + 1), the fewest forward steps."""
-        return ceil(self.hull(length))
+        whole, more, w = self._hull(length)
+        return whole - (-more // w)
 
     def hull(self, length: int) -> int | Fraction:
         """Return the convex function of t whose ceiling is the cost."""
+        whole, more, w = self._hull(length)
+        return whole + (Fraction(more, w) if more % w else more // w)
+
+    def _hull(self, length: int) -> tuple[int, int, int]:
+        """Return the hull as integers a, b, w: it is a + b/w."""
         if length <= 1 + self.records:
-            return length
+            return length, 0, 1
         if not self.wide and (beyond := self._twice() - length) >= 0:
             # q(q+1)/2 · β is T(2) less the steps of the corner below the edge w = q·β
             q = min(self.records, (isqrt(1 + 8 * (beyond // self.beta)) - 1) // 2)
             if q == self.records:
-                return 2 * length - 1 - q
+                return 2 * length - 1 - q, 0, 1
             q += 1
             more = q * (q + 1) // 2 * self.beta - beyond
-            return 2 * length - 1 - q + Fraction(more, q * self.beta)
+            return 2 * length - 1 - q, more, q * self.beta
         n, corners = self._corners(length)
         i = bisect_left(corners, length, key=lambda corner: corner[0])
         steps, cost, w = corners[i]
         if i == 0:
-            return cost - n * (steps - length)
+            return cost - n * (steps - length), 0, 1
         steps, cost, _ = corners[i - 1]
-        more = length - steps
-        return cost + n * more + (Fraction(more, w) if more % w else more // w)
+        return cost + n * (length - steps), length - steps, w
 
     def costs(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
         """As :meth:`cost`, for many lengths from 1 to below 2³¹."""
