@@ -17,13 +17,13 @@ from torch.utils import _pytree as pytree
 
 from retrograde.errors import BudgetError
 from retrograde.machine import now
-from retrograde.measure.allocations import Phase, measure_phases
 from retrograde.models.lean import lean
 from retrograde.models.refill import Dropped, Unit, tensors_in
 from retrograde.models.trials import Tried, enter, make_of, parts_of, try_call, wants_of
 from retrograde.plan.calls import CallSizes, Part, Way, fastest, kept_whole, least, peak_of
 from retrograde.replay.surroundings import Steady, muted_hooks
 from retrograde.run.core import unrecorded
+from retrograde.sizes.allocations import Phase, measure_phases
 from retrograde.units import format_bytes
 
 __all__ = ["Kind", "Meter"]

@@ -28,7 +28,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError
-from retrograde.measure.allocations import MEASURING
+from retrograde.machine import MEASURING
 from retrograde.models.call_sizes import Kind, Meter
 from retrograde.models.refill import Dropped, Row, made_by, tensors_in
 from retrograde.models.trials import parts_of, tensors_of, texts_of

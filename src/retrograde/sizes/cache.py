@@ -24,10 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrograde.measure.allocations import MEASURING, is_profiled
+from retrograde.machine import MEASURING
 from retrograde.replay.places import Place
 from retrograde.replay.referents import MODULE_TABLES, Referents
 from retrograde.run.autograd_core import Settled
+from retrograde.sizes.allocations import is_profiled
 
 __all__ = ["CellFits", "LRUCache", "identity", "signature"]
 

@@ -5,8 +5,8 @@ import signal
 import pytest
 import torch
 
-from retrograde.measure import allocations
-from retrograde.measure.allocations import is_profiled, measure
+from retrograde.sizes import allocations
+from retrograde.sizes.allocations import is_profiled, measure
 
 
 def press():
