@@ -3,8 +3,7 @@
 Layers are numbered as steps are: layer k turns hidden state k into hidden state k+1. Hidden state 0
 is the chain's input, which the caller holds. The last hidden state is the chain's output, which the
 caller receives. Neither counts against a budget; all other states do. So does the gradient of a
-hidden state. It is as large as the state, or larger where a layer hands on part of its input, as in
-a tuple ``(y, skip)``.
+hidden state, which is as large as the state.
 
 Recording a layer keeps its *internal state*: all that its backward pass needs. ``internal_bytes``
 is the size of that beyond the layer's input, its output included (a of Gruslys et al. 2016,
@@ -29,7 +28,6 @@ __all__ = ["Chain"]
 _SECONDS = ("forward_seconds", "backward_seconds")
 _BYTES = (
     "output_bytes",
-    "output_gradient_bytes",
     "internal_bytes",
     "forward_transient_bytes",
     "record_transient_bytes",
@@ -58,7 +56,6 @@ class Chain:
         names: names of the layers; their numbers by default.
         input_bytes: the chain's input; shown, and not counted.
         overhead_bytes: bytes held throughout, whatever is stored.
-        output_gradient_bytes: the gradient of its output; as ``output_bytes`` by default.
 
     Raises:
         ScheduleError: the columns differ in length, or a number is negative, not finite or, where
@@ -84,7 +81,6 @@ class Chain:
     names: Sequence[str] = ()
     input_bytes: int = 0
     overhead_bytes: int = 0
-    output_gradient_bytes: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         length = len(self.forward_seconds)
@@ -92,7 +88,6 @@ class Chain:
             raise ScheduleError("the chain has no layers: expected at least one")
         defaults: dict[str, Sequence[Any]] = {
             "internal_bytes": self.output_bytes,
-            "output_gradient_bytes": self.output_bytes,
             "forward_transient_bytes": [0] * length,
             "backward_transient_bytes": [0] * length,
             "record_transient_bytes": self.forward_transient_bytes or [0] * length,
@@ -135,7 +130,7 @@ class Chain:
     @property
     def gradient_bytes(self) -> tuple[int, ...]:
         """Bytes of each hidden state's gradient; 0 for the first, which is the caller's."""
-        return (0, *self.output_gradient_bytes)
+        return (0, *self.output_bytes)
 
     @property
     def tape_bytes(self) -> tuple[int, ...]:
@@ -145,10 +140,7 @@ class Chain:
 
     def to_json(self) -> str:
         """Return the chain as one line of JSON text, which :meth:`from_json` reads."""
-        parts = asdict(self)
-        if self.output_gradient_bytes == self.output_bytes:
-            del parts["output_gradient_bytes"]
-        return write("chain", parts)
+        return write("chain", asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "Chain":
@@ -157,10 +149,8 @@ class Chain:
         Raises:
             ScheduleError: the text is malformed; the message says where.
         """
-        optional = {"output_gradient_bytes"}
-        names = {field.name for field in fields(cls)} - optional
         try:
-            return cls(**read("chain", text, names, optional))
+            return cls(**read("chain", text, [field.name for field in fields(cls)]))
         except TypeError as error:
             fail("chain", error)
 

@@ -17,7 +17,7 @@ def write(kind: str, parts: Mapping[str, Any]) -> str:
     return json.dumps(document, separators=(",", ":"))
 
 
-def read(kind: str, text: str, keys: Iterable[str], optional: Iterable[str]) -> dict[str, Any]:
+def read(kind: str, text: str, keys: Iterable[str], optional: Iterable[str] = ()) -> dict[str, Any]:
     """Return the parts that :func:`write` wrote. ScheduleError says what is malformed."""
     try:
         document = json.loads(text)

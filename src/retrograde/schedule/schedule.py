@@ -205,25 +205,24 @@ class Schedule:
             ScheduleError: the text is malformed; the message says where.
         """
         parts = read("schedule", text, _KEYS, ["bound"])
-        bound, units = parts.pop("bound", None), _units(parts["units"])
-        for name, is_right, expected in (
-            ("length", _is_whole(parts["length"], 1), "an integer, 1 or more"),
-            ("policy", isinstance(parts["policy"], str), "a name"),
-            (
-                "memory",
-                parts["memory"] is None or _is_whole(parts["memory"], 1),
-                "an integer, 1 or more, or null",
-            ),
-            ("actions", isinstance(parts["actions"], str), "text such as 'S0 R0:5 B0:5 F0'"),
-        ):
+
+        def need(name: str, is_right: bool, expected: str) -> None:
             if not is_right:
                 fail("schedule", f"{name!r} is {parts[name]!r}: expected {expected}")
-        kinds: tuple[type, ...] = (int, float) if isinstance(units, Chain) else (int,)
-        if bound is not None and (type(bound) not in kinds or not 0 <= bound < inf):
-            expected = "seconds" if isinstance(units, Chain) else "an integer"
-            fail("schedule", f"'bound' is {bound!r}: expected {expected}, 0 or more, or null")
+
+        memory, bound = parts["memory"], parts.get("bound")
+        need("length", _is_whole(parts["length"]), "an integer, 1 or more")
+        need("policy", isinstance(parts["policy"], str), "a name")
+        need("memory", memory is None or _is_whole(memory), "an integer, 1 or more, or null")
+        need("actions", isinstance(parts["actions"], str), "text such as 'S0 R0:5 B0:5 F0'")
+        units = parts["units"] = _units(parts["units"])
+        expected = "seconds" if isinstance(units, Chain) else "an integer"
+        kinds = (int, float) if isinstance(units, Chain) else (int,)
+        is_right = bound is None or (type(bound) in kinds and 0 <= bound < inf)
+        need("bound", is_right, f"{expected}, 0 or more, or null")
+        parts.pop("bound", None)
         codes = [_code(index, word) for index, word in enumerate(parts.pop("actions").split())]
-        return replace(Schedule.from_codes(codes, **{**parts, "units": units}), bound=bound)
+        return replace(Schedule.from_codes(codes, **parts), bound=bound)
 
     def __len__(self) -> int:
         return len(self.kind)
@@ -270,8 +269,8 @@ class Schedule:
         )
 
 
-def _is_whole(value: object, least: int) -> bool:
-    return type(value) is int and value >= least
+def _is_whole(value: object) -> bool:
+    return type(value) is int and value >= 1
 
 
 def _units(document: Any) -> Units | Chain:
