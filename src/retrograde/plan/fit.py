@@ -366,15 +366,15 @@ def _grid(length: int, budget: int, sizes: _Sizes) -> list[int]:
     count = max(1, math.ceil(math.log(most) / math.log(_GRID)))
     grid = {round(most ** (i / count)) for i in range(count + 1)}
 
-    block = length
+    core, held, block = sizes.core, sizes.held, length
     for kept in range(_KEPT):
 
         def filled(block: int, kept: int = kept) -> int:
-            return sizes.overhead(block) + kept * sizes.held(block)
+            return core(block) + kept * held(block)
 
-        block = _most(block, room, filled)
+        block = _most(block, room - sizes.beside_core, filled)
         states = max(0, -(-length // block) - kept - 1) * footprint.state_bytes
-        grid.add(min(most, _most(block, room - states, filled)))
+        grid.add(min(most, _most(block, room - sizes.beside_core - states, filled)))
     return sorted(block for block in grid if sizes.overhead(block) <= room)
 
 
