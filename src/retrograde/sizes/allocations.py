@@ -210,9 +210,8 @@ def _alone(fn: Callable[[], T], device: torch.device) -> tuple[T, int, int, list
         _synchronize(device)
     finally:
         stop_ns = time.time_ns()
-        if torch._C._autograd._profiler_enabled():
-            torch._C._autograd._enable_record_function(True)
-            result = torch._C._autograd._disable_profiler()
+        torch._C._autograd._enable_record_function(True)
+        result = torch._C._autograd._disable_profiler()
     return value, start_ns, stop_ns, sorted(_allocations(result), key=lambda e: e.nanoseconds)
 
 
