@@ -11,14 +11,13 @@ timed, so the figures are the same on every machine.
 
 import argparse
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 import retrograde as rg
-from retrograde.plan.steps.unfold import NOTHING, Parts, recall
-from retrograde.schedule import Verb, merge
+from retrograde.plan.steps.unfold import Part, Parts
+from retrograde.schedule import Verb
 
 RESULTS = Path(__file__).parent / "results"
 LENGTH = 1000
@@ -46,34 +45,30 @@ def first_best(length: int, memory: int, policy: str, alpha: int | None) -> rg.S
     costs[1, 0] = 1  # a last step in the working core needs no slot
     parts = Parts()
 
-    def describe(part: tuple[int, int], number: Callable[[tuple[int, int]], int]) -> int:
+    def divide(part: tuple[int, int]) -> Part:
         t, m = part
         if t == 1:
-            return parts.record(0, 1)
+            return Part(0, 1)
         y = np.arange(1, t)
         if policy != "ism":
             best = np.flatnonzero(y + costs[y, m] + costs[t - y, m - 1] == costs[t, m])
             if best.size:
                 at = int(y[best[0]])
                 if t - at == 1:
-                    return parts.record(at, 1, NOTHING, number((at, m)))
-                return parts.store(at, number((t - at, m - 1)), number((at, m)))
+                    return Part(at, 1, None, (at, m))
+                return Part(at, 0, (t - at, m - 1), (at, m))
         y = np.arange(1, t + 1)
         room = m - (1 if policy == "ism" else np.where(y == 1, alpha - 1, alpha))
         right = np.where(room > 0, costs[t - y, np.maximum(room, 0)], 2**40)
         right[-1] = 0
         at = int(y[np.flatnonzero(y + costs[y - 1, m] + right == costs[t, m])[0]])
         after = m - (1 if policy == "ism" else alpha - (at == 1))
-        return parts.record(
-            at - 1,
-            1,
-            number((t - at, after)) if at < t else NOTHING,
-            number((at - 1, m)) if at > 1 else NOTHING,
-        )
+        behind, before = (t - at, after) if at < t else None, (at - 1, m) if at > 1 else None
+        return Part(at - 1, 1, behind, before)
 
-    root = recall((length, memory), describe)
+    root = parts.gather((length, memory), divide)
     units = rg.plan(2, 2, policy, **sizes).units
-    return merge(parts.unfold(root, length=length, policy=policy, memory=memory, units=units))
+    return parts.schedule(root, length=length, policy=policy, memory=memory, units=units)
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ LEVELS = [
     {"errors"},
     {"units", "machine"},
     {"schedule"},
-    {"plan", "measure"},
+    {"plan"},
     {"replay", "kernels"},
     {"run"},
     {"sizes", "jax"},
@@ -39,8 +39,7 @@ ROOMS = {
     "top": (880, 900),
     "schedule": (1340, 1100),
     "plan": (2815, 2000),
-    "measure": (590, 440),  # measuring is to be one room with sizes
-    "sizes": (870, 860),
+    "sizes": (1300, 1300),
     "replay": (2130, 1300),
     "run": (2445, 1900),
     "kernels": (3970, 3000),  # a cell will be data, written once

@@ -22,7 +22,6 @@ from gruslys2016.planned import planned_memory
 from retrograde.errors import BudgetError
 from retrograde.figures.memory import Curve
 from retrograde.machine import machine_of
-from retrograde.measure.allocations import Measurement, measure
 from retrograde.models.chain_plans import ChainFit
 from retrograde.models.profile import profile
 from retrograde.models.sequential import Sequential
@@ -32,6 +31,7 @@ from retrograde.plan.chains import (
     record_everything,
 )
 from retrograde.schedule import Chain
+from retrograde.sizes.allocations import Measurement, measure
 from retrograde.units import format_bytes, parse_memory
 from retrograde_papers.images import Images, train_in_turns
 from retrograde_papers.networks import resnet18, resnet34, vgg11

@@ -28,7 +28,6 @@ if TYPE_CHECKING:
         ScheduleError,
         UnitError,
     )
-    from retrograde.measure.allocations import Measurement, measure
     from retrograde.models.budget import Division, Share, budget
     from retrograde.models.fits import fit
     from retrograde.models.lean import lean
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
         Store,
         simulate,
     )
+    from retrograde.sizes.allocations import Measurement, measure
 
 __version__ = "0.1.0"
 
@@ -72,7 +72,7 @@ __all__ += [
 _come_from("retrograde.errors")
 
 __all__ += ["Measurement", "measure"]
-_come_from("retrograde.measure.allocations")
+_come_from("retrograde.sizes.allocations")
 
 __all__ += ["lean"]
 _come_from("retrograde.models.lean")

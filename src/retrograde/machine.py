@@ -1,17 +1,21 @@
-"""The machine that the code runs on: its name and its clock.
+"""The machine that the code runs on: its name, its clock, and its one measurement at a time.
 
 Importing this loads no torch: the functions that need it load it.
 """
 
+import contextvars
 import platform
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["machine_of", "now", "processor_name"]
+__all__ = ["MEASURING", "machine_of", "now", "processor_name", "unpacked"]
 
 
 def processor_name() -> str:
@@ -46,3 +50,49 @@ def now(device: "torch.device") -> float:
 
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+class _Turn:
+    """A reentrant lock, which a thread started in a copy of the holder's context holds too."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._holder: object = None
+        self._mine: contextvars.ContextVar[object] = contextvars.ContextVar("turn", default=None)
+        self.depth = 0
+
+    def __enter__(self) -> None:
+        mine = self._mine.get()
+        if mine is None or mine is not self._holder:
+            self._lock.acquire()
+            self._holder = object()
+            self._mine.set(self._holder)
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+        if not self.depth:
+            self._holder = None
+            self._lock.release()
+
+
+#: Held by a thread while it measures or tries a call, since both change state of the process.
+MEASURING = _Turn()
+
+
+@contextmanager
+def unpacked() -> Iterator[None]:
+    """Record without the caller's saved-tensor hooks, such as those of ``torch.utils.checkpoint``.
+    A trial or a measurement is not the caller's graph."""
+    import torch
+
+    autograd: Any = torch._C._autograd
+    hooks = []
+    while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)

@@ -37,9 +37,9 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 import retrograde.kernels.cuda
 from retrograde.kernels import cells, sweep
 from retrograde.kernels.cells import Slopes
-from retrograde.measure import allocations
 from retrograde.recurrent import vendor
 from retrograde.run import moved
+from retrograde.sizes import allocations
 
 torch.utils.rename_privateuse1_backend("chip")
 CHIP = torch.device("chip", 0)

@@ -280,10 +280,3 @@ def test_a_layer_of_a_part_of_a_level_is_not_free(share):
 def test_too_many_layers_are_refused():
     with pytest.raises(ScheduleError, match=f"{LONGEST + 1} layers: expected at most {LONGEST};"):
         plan(random_chain(LONGEST + 1, 0), "50%")
-
-
-def test_what_the_table_does_not_know_has_no_bound():
-    """States that are handed on, and what a backward pass lets go of early."""
-    for more in ({"hands_on": [(), (1,), ()]}, {"release_bytes": [0, 8, 0]}):
-        chain = Chain([1] * 3, [0] * 3, [8] * 3, [16] * 3, **more)
-        assert plan(chain, "90%", certify=True).bound is None

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import retrograde as rg
-from retrograde.plan.fit import Curve, Footprint, fit
+from retrograde.plan.fit import Curve, Footprint, fit, predict_peak_bytes
+from retrograde.plan.steps.unfold import Parts
+from retrograde.schedule import Schedule, Verb
 from retrograde.units import format_bytes
 
 module = importlib.import_module("retrograde.plan.fit")
@@ -40,13 +42,36 @@ def test_no_plan_undercuts_its_bound_and_none_is_better_than_the_one_chosen(seed
     cached, times = module._Sizes(sizes), {}
     for steps in module._grid(length, budget, cached):
         blocks = module._divided(length, steps, budget, cached)
-        schedule = blocks.schedule(module._units(sizes))
-        found = module._describe(schedule, steps, budget, cached)
-        assert module._least_time(blocks, sizes) <= found.time
-        assert found.peak_bytes <= budget
-        times[steps] = found.time
+        parts = Parts()
+        root, *spent = blocks.plan(parts)
+        schedule = blocks.schedule(parts, root, module._units(sizes))
+        advances, records = schedule.kind == Verb.ADVANCE, schedule.kind == Verb.RECORD
+        assert schedule.cost == spent[0]
+        assert (advances.sum(), records.sum()) == (spent[1], blocks.count)
+        times[steps] = sizes.time(length, *spent, blocks.count)
+        assert module._least_time(blocks, sizes) <= times[steps]
+        assert predict_peak_bytes(schedule, sizes) <= budget
     chosen = module._fastest(length, list(times), budget, cached)
     assert (chosen.time, chosen.block) == min((time, steps) for steps, time in times.items())
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_the_most_steps_within_a_limit_are_found_without_a_search(seed):
+    rng = random.Random(seed)
+    steps = sorted(rng.sample(range(1, 40), rng.randrange(1, 5)))
+    curve = Curve(tuple((n, rng.randrange(60)) for n in steps))
+    for limit in range(90):
+        for length in (1, 2, 63):
+            above = (n for n in range(1, length + 1) if curve(n) > limit)
+            assert curve.most(limit, length) == max(1, next(above, length + 1) - 1)
+
+
+def test_only_the_chosen_plan_is_written_out(monkeypatch):
+    made, check = [], Schedule.__post_init__
+    monkeypatch.setattr(Schedule, "__post_init__", lambda self: made.append(check(self)))
+    found = fit(500, "20%", random_footprint(random.Random(3)))
+    assert found.forward_steps > 500
+    assert len(made) == 1
 
 
 def test_a_million_steps_are_planned_at_once_and_in_few_actions():

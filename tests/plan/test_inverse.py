@@ -45,7 +45,7 @@ def test_the_least_memory_is_the_first_that_will_do(policy, sizes, length):
         assert least_memory(length, allowed, policy, **sizes) == first
 
 
-@pytest.mark.parametrize(("policy", "sizes"), KINDS)
+@pytest.mark.parametrize(("policy", "sizes"), [*KINDS[:-1], ("best", {"alpha": 5, "beta": 3})])
 @pytest.mark.parametrize("memory", [1, 2, 7, 12])
 def test_the_longest_sequence_is_the_last_that_will_do(policy, sizes, memory):
     lengths = np.arange(1, 4000)
@@ -72,6 +72,7 @@ def test_the_longest_sequence_is_exact_at_any_size(allowed, memory):
     assert hsm_cost(found + 1, memory) > allowed * (found + 1)
 
 
+@settings(deadline=None)
 @given(st.integers(2, 12), st.integers(1, 500), st.integers(1, 20))
 def test_the_longest_mixed_sequence_is_exact_at_any_size(allowed, memory, beta):
     found = longest(allowed, memory, "msm", alpha=beta + 1)
@@ -105,7 +106,10 @@ def test_memory_and_cost_are_inverse(length, memory, alpha):
         (lambda: longest(float("nan"), 5), "cost_per_step is nan: expected 1 or more"),
         (lambda: longest(float("inf"), 5), "cost_per_step is inf: expected 1 or more"),
         (lambda: longest(2, 0), "memory is 0: expected an integer, 1 or more"),
-        (lambda: longest(9, 50, "best", alpha=1), "beyond 16384 steps, which the tables of 'best'"),
+        (
+            lambda: longest(9, 50, "best", alpha=1),
+            "'best' has no closed form where alpha = beta = 1: ask",
+        ),
         (lambda: trade_off(10**7), "has 9999999 memories, expected at most 1000000: ask for"),
         (lambda: trade_off(9, "ism", alpha=2), "the policy 'ism' .* takes neither alpha nor beta"),
         (lambda: trade_off(9, "msm", alpha=2, beta=3), "beta is 3 and alpha is 2"),

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from retrograde.plan import plan
 from retrograde.plan.steps.mixed import Mixed
 from retrograde.plan.steps.unfold import Parts
-from retrograde.schedule import Advance, Backward, Free, Load, Record, Schedule, Store, merge
+from retrograde.schedule import Advance, Backward, Free, Load, Record, Schedule, Store, Units, merge
 
 
 def merged(*actions):
@@ -46,7 +46,8 @@ def test_cost_and_peak_stay_as_they_were(length, memory, alpha, less):
     beta = max(1, alpha - less)
     for form in (Mixed(memory - 1, beta, alpha == beta), Mixed(memory - 1, 1, wide=True)):
         parts = Parts()
-        schedule = parts.unfold(form.schedule(length, parts), length=length, policy="parts")
+        whole = parts.actions(form.schedule(length, parts), length)
+        schedule = Schedule(length, "parts", None, Units(), *whole)
         short = merge(schedule)
         assert (short.cost, short.peak) == (schedule.cost, schedule.peak)
         assert merge(short) == short

@@ -131,11 +131,22 @@ def test_what_is_known_of_a_cell_goes_with_it():
     recent = LRUCache(most=9)
     cells = [nn.Linear(2, 2) for _ in range(3)]
     for cell in cells:
-        recent.get((1, known(cell)), lambda: "found")
+        recent.get((1, known(cell)), lambda: "found", of=[cell])
     del cell, cells[1:]
     recent.get("another", lambda: None)
     assert len(recent) == 2
     assert recent.get((1, known(cells[0])), lambda: "again") == "found"
+
+
+def test_the_fit_of_a_cell_goes_with_it():
+    fits = CellFits(most=9)
+    for k in range(3):
+        found = find_referents([nn.Linear(2, 2)])
+        fits.fit([(found, found.places)], k, None, lambda: 1, lambda: "found")
+    assert len(fits) == 1
+    del found
+    fits.get("another", lambda: None)
+    assert len(fits) == 1
 
 
 def test_the_least_recent_result_is_dropped_first():

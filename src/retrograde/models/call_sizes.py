@@ -17,7 +17,6 @@ from torch.nn.parameter import is_lazy
 
 from retrograde.errors import BudgetError, CellError
 from retrograde.machine import now
-from retrograde.measure.allocations import Phase, measure_phases
 from retrograde.models.given import Given, tensors_in
 from retrograde.models.refill import (
     DROPPED,
@@ -41,6 +40,7 @@ from retrograde.plan.calls import CallSizes, Part, Way, fastest, kept_whole, lea
 from retrograde.replay.surroundings import Steady, muted_hooks
 from retrograde.run.core import unrecorded
 from retrograde.run.transforms import is_unreal, refuse_sharded, refuse_transforms
+from retrograde.sizes.allocations import Phase, measure_phases
 from retrograde.sizes.cache import LRUCache
 from retrograde.units import format_bytes
 

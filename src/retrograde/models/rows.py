@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from retrograde.errors import CellError
-from retrograde.measure.allocations import MEASURING
+from retrograde.machine import MEASURING
 from retrograde.models.call_sizes import Kind, Plans
 from retrograde.models.given import Given, made_by, tensors_in
 from retrograde.models.refill import Dropped, Row

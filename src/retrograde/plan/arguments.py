@@ -46,10 +46,7 @@ def check_policy(
         )
     if policy not in POLICIES:
         raise ScheduleError(f"unknown policy {policy!r}: use one of {', '.join(POLICIES)}")
-    if has_memory and policy == "store-all":
-        raise takes_no_memory(policy)
-    if not has_memory and policy != "store-all":
-        raise ScheduleError(f"the policy {policy!r} needs a memory: give its slots, 1 or more")
+    _check_memory(policy, has_memory, "its slots, 1 or more")
     if policy in _MIXED and alpha is None:
         raise ScheduleError(
             f"the policy {policy!r} needs alpha, the size of an internal state in hidden states: "
@@ -80,13 +77,18 @@ def check_chain_policy(policy: str, *, has_memory: bool = True, **foreign: objec
                 f"{name} is {value!r} beside a chain, whose layers have their own sizes: leave "
                 f"{name} out"
             )
+    _check_memory(
+        policy,
+        has_memory,
+        "bytes, such as '2GiB', or a share of what store-all holds, such as '50%'",
+    )
+
+
+def _check_memory(policy: str, has_memory: bool, expected: str) -> None:
     if has_memory and policy == "store-all":
         raise takes_no_memory(policy)
     if not has_memory and policy != "store-all":
-        raise ScheduleError(
-            f"the policy {policy!r} needs a memory: give bytes, such as '2GiB', or a share of what "
-            "store-all holds, such as '50%'"
-        )
+        raise ScheduleError(f"the policy {policy!r} needs a memory: give {expected}")
 
 
 def takes_no_memory(policy: str) -> ScheduleError:
@@ -108,11 +110,6 @@ def units_of(alpha: int | None, beta: int | None, state: int | None = None) -> U
         )
     size = integer("alpha", alpha)
     without_input = max(1, size - hidden) if beta is None else integer("beta", beta)
-    if without_input > size:
-        raise ScheduleError(
-            f"beta is {without_input} and alpha is {size}: an internal state without its input is "
-            "no larger than with it; expected beta <= alpha"
-        )
     return Units(alpha=size, beta=without_input, core=0, initial=hidden, state=hidden)
 
 

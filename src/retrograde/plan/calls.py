@@ -271,13 +271,6 @@ class _Table:
 
         self.calls, self.moves, self.cell = moves.calls, moves, cell
         n, self.size = len(self.calls), level_bytes(self.calls, room)
-        levels = -(-room // self.size) + 1
-        self.best = np.empty((2, n * (n + 1) // 2, levels), np.float32)
-        columns = [*self._columns(is_bound), self.best]
-        fill(*columns)
-
-    def _columns(self, is_bound: bool) -> list[Any]:
-        """Return arguments of the kernel, in levels."""
 
         def column(of: Callable[[CallSizes, Way], Any]) -> NDArray[Any]:
             return np.array([[of(call, way) for way in call.ways] for call in self.calls])
@@ -288,27 +281,30 @@ class _Table:
         def parts(nbytes: NDArray[Any]) -> Any:
             return np.floor(nbytes / self.size) if is_bound else nbytes / self.size
 
-        given = np.array([call.input_bytes for call in self.calls])
-        # By whether the input is held already: what comes on top of a way's own bytes.
-        on_top = np.stack(
-            [np.repeat(given[:, None], len(self.calls[0].ways), 1), column(lambda *_: 0)]
-        )
+        given = column(lambda call, _: call.input_bytes)
+        on_top = np.stack([given, 0 * given])  # by whether the input is held already
         kept = on_top * column(lambda _, way: way.keeps_input)
-        return [
+        dropped, seconds = column(lambda _, way: way.dropped), column(lambda _, way: way.seconds)
+        last = np.where(dropped, seconds, column(lambda _, way: way.again_seconds))
+        inside = last + dropped * column(lambda call, _: call.forward_seconds)
+        self.more = np.stack([seconds, inside, last])  # outside groups, in one, and at its end
+        self.best = np.empty((2, n * (n + 1) // 2, -(-room // self.size) + 1), np.float32)
+        fill(
             parts(kept + column(_after)),
             levels(on_top + column(lambda _, way: way.first_bytes)),
             levels(kept + column(lambda _, way: way.backward_bytes)),
-            np.stack([column(_seconds_at[place]) for place in ("outside", "inside", "last")]),
+            self.more,
             column(lambda _, way: int(way.keeps_output)),
-            column(lambda _, way: int(way.dropped)),
-            self.moves.seconds,
-            parts(given),
-            levels(self.moves.runs),
-            self.moves.noted // self.size,
+            dropped.astype(int),
+            moves.seconds,
+            parts(given[:, 0]),
+            levels(moves.runs),
+            moves.noted // self.size,
             levels(np.array([call.gradient_bytes for call in self.calls])),
-            self.moves.kinds.stores,
-            self.moves.kinds.records,
-        ]
+            moves.kinds.stores,
+            moves.kinds.records,
+            self.best,
+        )
 
     def seconds(self, i: Any, k: Any, is_held: bool, room: Any) -> Any:
         """Return F between two levels, for some ranges at once. What has none, by rounding, is
@@ -326,16 +322,14 @@ class _Table:
         run = self.moves.seconds
         while i < k:
             call = self.calls[i]
-            place = "outside" if outer else "inside" if i + 1 < k else "last"
+            more = self.more[0 if outer else 1 if i + 1 < k else 2, i]
             options: list[tuple[float, int, int, int]] = []  # seconds, end, way (−1: group), bytes
             for at, taken, peak in self.moves.ways(i, k, is_held):
                 if peak <= room:
                     behind = 0.0
                     if i + 1 < k:
                         behind = self.seconds(i + 1, k, call.ways[at].keeps_output, room - taken)
-                    options.append(
-                        (_seconds_at[place](call, call.ways[at]) + behind, i + 1, at, taken)
-                    )
+                    options.append((more[at] + behind, i + 1, at, taken))
             js, held, peaks = self.moves.groups(i, k, is_held)
             js, held = js[peaks <= room], held[peaks <= room]
             if len(js):
@@ -388,15 +382,6 @@ def least_seconds(calls: Sequence[CallSizes], budget: int, kinds: Kinds = _ALL) 
     """Return a lower bound of what a plan within a budget takes beyond ordinary backpropagation."""
     table = _Table(_Moves(calls, kinds), budget - _left(calls), is_bound=True)
     return float(table.best[1, table.cell(0, len(calls)), -1]) * _ROUNDING
-
-
-_seconds_at: dict[str, Callable[[CallSizes, Way], float]] = {  # of a way outside groups, and in one
-    "outside": lambda _, way: way.seconds,
-    "inside": lambda call, way: (
-        call.forward_seconds + way.seconds if way.dropped else way.again_seconds
-    ),
-    "last": lambda _, way: way.seconds if way.dropped else way.again_seconds,
-}
 
 
 def _after(call: CallSizes, way: Way) -> int:

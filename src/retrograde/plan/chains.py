@@ -34,7 +34,7 @@ from retrograde.plan.calls import (
     level_bytes,
 )
 from retrograde.plan.steps.unfold import NOTHING, Parts, store_all
-from retrograde.schedule import Action, Advance, Chain, Schedule, merge, simulate
+from retrograde.schedule import Action, Advance, Backward, Chain, Record, Schedule, simulate
 from retrograde.units import Memory, as_bytes, format_bytes
 
 __all__ = ["LONGEST", "chain_minimum", "plan_chain", "record_everything"]
@@ -65,15 +65,14 @@ def plan_chain(
     kinds, (calls, unit) = _kinds(policy), _calls_of(chain)
     if kinds.records and room >= ordinary.peak:
         return replace(ordinary, policy=policy, memory=room, bound=ordinary.seconds)
-    units = (room - chain.standing_bytes) // unit
+    units = (room - chain.overhead_bytes) // unit
     try:
         parts = fastest(calls, units, kinds)
     except ValueError:
         raise _too_small(chain, room, policy) from None
-    schedule = merge(_schedule(chain, parts, policy, room))
+    schedule = _schedule(chain, parts, policy, room)
     is_best = level_bytes(calls, units) == 1
-    is_simple = not any(chain.hands_on) and not any(chain.release_bytes)  # as the table has it
-    if not is_simple or not (is_best or certify):
+    if not (is_best or certify):
         return schedule
     seconds = schedule.seconds or 0.0
     if not is_best:
@@ -84,7 +83,7 @@ def plan_chain(
 def chain_minimum(chain: Chain, policy: str = "msm") -> int:
     """Return the smallest budget that a policy can keep, in bytes."""
     kinds, (calls, unit) = _kinds(policy), _calls_of(chain)
-    found = least(calls, kinds) * unit + chain.standing_bytes
+    found = least(calls, kinds) * unit + chain.overhead_bytes
     return min(found, record_everything(chain).peak) if kinds.records else found
 
 
@@ -94,8 +93,9 @@ def _too_small(chain: Chain, room: int, policy: str) -> BudgetError:
     parts = fastest(calls, least(calls, _kinds(policy)), _kinds(policy))
     actions: list[Action] = []
     for action in _schedule(chain, parts, policy, None):
-        if isinstance(action, Advance):
-            actions += [Advance(k, k + 1) for k in range(action.start, action.stop)]
+        if isinstance(action, Advance | Record | Backward):
+            layers = [type(action)(k, k + 1) for k in range(action.start, action.stop)]
+            actions += layers[::-1] if isinstance(action, Backward) else layers
         else:
             actions.append(action)
     apart = Schedule.from_actions(actions, length=len(chain), units=chain)
@@ -155,17 +155,17 @@ def _schedule(chain: Chain, parts: tuple[Part, ...], policy: str, memory: int | 
         for k in range(len(parts) - 1, -1, -1):
             part, is_last = parts[k], k == len(parts) - 1
             if not part.parts and (part.way == 0 or (grouped and is_last)):
-                rest = found.record(0, 1, rest)
+                rest = found.add(0, 1, rest)
                 continue
-            inside = number(part.parts, grouped=True) if part.parts else found.record(0, 1)
+            inside = number(part.parts, grouped=True) if part.parts else found.add(0, 1)
             rest = found.add(part.stop - part.start, -1, rest, inside)
             if k and not (
                 parts[k - 1].way == 0
                 and not parts[k - 1].parts
                 and chain.keeps_output[part.start - 1]
             ):
-                rest = found.store(0, rest)
+                rest = found.add(0, 0, rest)
         return rest
 
     root = number(parts, grouped=False)
-    return found.unfold(root, length=len(chain), policy=policy, memory=memory, units=chain)
+    return found.schedule(root, length=len(chain), policy=policy, memory=memory, units=chain)

@@ -27,7 +27,7 @@ from typing import Any
 
 from retrograde.errors import BudgetError
 from retrograde.plan.steps.blocks import Blocks
-from retrograde.plan.steps.unfold import store_all
+from retrograde.plan.steps.unfold import Parts, store_all
 from retrograde.schedule import Schedule, Units, Verb
 from retrograde.units import Memory, as_bytes, asks_for_all, format_bytes
 
@@ -68,6 +68,17 @@ class Curve:
         right = min(max(1, bisect_left(points, (steps, 0))), len(points) - 1)
         (a, low), (b, high) = points[right - 1], points[right]
         return low - (low - high) * (steps - a) // (b - a)
+
+    def most(self, limit: int, length: int) -> int:
+        """Return the most steps, of 1 … length, up to which all are within a limit (1 if none)."""
+        points = self.points
+        above = next((i for i, (_, size) in enumerate(points) if size > limit), len(points))
+        if above == 0 or len(points) == 1:
+            return length if above else 1
+        (a, low), (b, high) = points[above - 1 :][:2] if above < len(points) else points[-2:]
+        if high <= low:
+            return length
+        return min(length, a + (limit - low) * (b - a) // (high - low))
 
     def through(self, steps: int, size: int) -> "Curve":
         """Return this curve, corrected by one more measurement."""
@@ -180,13 +191,15 @@ class Footprint:
 
 
 class _Sizes:
-    """The curves of a footprint, each computed once for a number of steps."""
+    """The curves of a footprint that a search reads, each computed once for a number of steps."""
 
     def __init__(self, footprint: Footprint) -> None:
         self.footprint = footprint
-        self.held, self.advance = cache(footprint.held), cache(footprint.advance)
-        self.record, self.backward = cache(footprint.record), cache(footprint.backward)
-        self.core, self.overhead = cache(footprint.core_bytes), cache(footprint.overhead_bytes)
+        self.held, self.core = cache(footprint.held), cache(footprint.core_bytes)
+        self.beside_core = footprint.overhead_bytes(1) - self.core(1)
+
+    def overhead(self, steps: int) -> int:
+        return self.core(steps) + self.beside_core
 
 
 @dataclass(frozen=True)
@@ -235,7 +248,8 @@ def fit(length: int, memory: Memory | None, footprint: Footprint) -> Fit:
     budget = ordinary if memory is None else as_bytes(memory, ordinary)
     if asks_for_all(memory) and not footprint.scheduled:
         budget = max(budget, whole)  # 100 % always allows ordinary backpropagation
-    if budget >= whole and (not footprint.scheduled or _fits_heap(length, footprint)):
+    heap = math.inf if footprint.heap_bytes is None else footprint.heap_bytes
+    if budget >= whole and (not footprint.scheduled or footprint.held(length) <= heap):
         return _whole(length, budget, footprint)
     if budget < minimum:
         raise refusal(length, memory, budget, minimum, ordinary, footprint.unit)
@@ -254,7 +268,8 @@ def refusal(
     unit: str = "steps",
 ) -> BudgetError:
     """Return the error for a ``budget`` below ``minimum`` (bytes), which ``memory`` asked for."""
-    given = f"{memory} of {format_bytes(ordinary)}" if _is_share(memory) else f"{memory!r}"
+    is_share = isinstance(memory, float) or (isinstance(memory, str) and "%" in memory)
+    given = f"{memory} of {format_bytes(ordinary)}" if is_share else f"{memory!r}"
     return BudgetError(
         f"the memory {given} is {budget} bytes ({format_bytes(budget)}), but {length} {unit} "
         f"need at least {minimum} bytes ({format_bytes(minimum)}), that is "
@@ -266,19 +281,24 @@ def refusal(
 
 def _fastest(length: int, blocks: Sequence[int], budget: int, sizes: _Sizes) -> Fit:
     """Return the plan of least time; of equal ones, the one with the shortest blocks. Block lengths
-    are planned in the order of their bounds, until the next bound is above the best time."""
+    are planned in the order of their bounds, until the next bound is above the best time. Only the
+    chosen plan is written out."""
     footprint = sizes.footprint
     divided = {steps: _divided(length, steps, budget, sizes) for steps in blocks}
     least = {steps: _least_time(one, footprint) for steps, one in divided.items()}
-    best, found = (math.inf, 0), in_one_range(length)
+    best = (math.inf, 0)
     for steps in sorted(blocks, key=lambda steps: (least[steps], steps)):
         if least[steps] > best[0]:
             break
-        schedule = divided[steps].schedule(_units(footprint))
-        time = footprint.time(length, *_spent(schedule))
+        parts, one = Parts(), divided[steps]
+        root, forward_steps, advances = one.plan(parts)
+        spent = forward_steps, advances, one.count
+        time = footprint.time(length, *spent)
         if (time, steps) < best:
-            best, found = (time, steps), schedule
-    return _describe(found, best[1], budget, sizes)
+            best, found = (time, steps), (one, parts, root, spent)
+    one, parts, root, spent = found
+    schedule = one.schedule(parts, root, _units(footprint))
+    return _describe(schedule, one.steps, one.chunk, spent, budget, sizes)
 
 
 def _divided(length: int, steps: int, budget: int, sizes: _Sizes) -> Blocks:
@@ -298,16 +318,10 @@ def _least_time(blocks: Blocks, footprint: Footprint) -> float:
     return least * (1 - 1e-12)  # a margin for the rounding of the times that it is compared with
 
 
-def _spent(schedule: Schedule) -> tuple[int, int, int]:
-    """Return the forward steps, and the calls that advance and that record."""
-    advances, records = schedule.kind == Verb.ADVANCE, schedule.kind == Verb.RECORD
-    forward_steps = int((schedule.stop - schedule.start)[advances | records].sum())
-    return forward_steps, int(advances.sum()), int(records.sum())
-
-
 def predict_peak_bytes(schedule: Schedule, footprint: Footprint) -> int:
     """Return the most bytes that a schedule holds, if every ``Record`` is one call."""
-    sizes = _Sizes(footprint)
+    advancing, held_by = cache(footprint.advance), cache(footprint.held)
+    recording, going_back = cache(footprint.record), cache(footprint.backward)
     state, gradient, peak = footprint.state_bytes, 0, 0
     held, current = 0, 0
     stored: set[int] = set()
@@ -316,18 +330,18 @@ def predict_peak_bytes(schedule: Schedule, footprint: Footprint) -> int:
         base = held + gradient + (0 if current in stored or current in tapes else state)
         transient = 0
         if verb == Verb.ADVANCE:
-            transient, current = sizes.advance(stop - start), stop
+            transient, current = advancing(stop - start), stop
         elif verb == Verb.RECORD:
-            transient, current = sizes.record(stop - start), stop
+            transient, current = recording(stop - start), stop
             tapes[stop] = stop - start
-            held += sizes.held(stop - start)
+            held += held_by(stop - start)
         elif verb == Verb.BACKWARD:
             base += footprint.gradient_bytes - gradient
             gradient = footprint.gradient_bytes
             for end in [end for end in tapes if end > start]:
                 steps = tapes.pop(end)
-                held -= sizes.held(steps)
-                transient = max(transient, sizes.backward(steps))
+                held -= held_by(steps)
+                transient = max(transient, going_back(steps))
         elif verb == Verb.LOAD:
             current = start
         elif verb == Verb.STORE:
@@ -340,10 +354,6 @@ def predict_peak_bytes(schedule: Schedule, footprint: Footprint) -> int:
     return max(peak + footprint.call_bytes + footprint.extra_bytes, footprint.trial_bytes)
 
 
-def _is_share(memory: Memory | None) -> bool:
-    return isinstance(memory, float) or (isinstance(memory, str) and "%" in memory)
-
-
 def _grid(length: int, budget: int, sizes: _Sizes) -> list[int]:
     """Return the block lengths to try: a geometric grid, and lengths that fill the budget. The
     latter hold 0, 1, 2, … recorded blocks beside the working core and the states between the other
@@ -352,18 +362,19 @@ def _grid(length: int, budget: int, sizes: _Sizes) -> list[int]:
     room = budget - footprint.state_bytes
     most = _most(length, room, sizes.overhead)
     if footprint.heap_bytes is not None:
-        most = min(most, _most(length, footprint.heap_bytes, sizes.held))
+        most = min(most, footprint.held.most(footprint.heap_bytes, length))
     count = max(1, math.ceil(math.log(most) / math.log(_GRID)))
     grid = {round(most ** (i / count)) for i in range(count + 1)}
 
+    core, held, block = sizes.core, sizes.held, length
     for kept in range(_KEPT):
 
         def filled(block: int, kept: int = kept) -> int:
-            return sizes.overhead(block) + kept * sizes.held(block)
+            return core(block) + kept * held(block)
 
-        block = _most(length, room, filled)
+        block = _most(block, room - sizes.beside_core, filled)
         states = max(0, -(-length // block) - kept - 1) * footprint.state_bytes
-        grid.add(min(most, _most(length, room - states, filled)))
+        grid.add(min(most, _most(block, room - sizes.beside_core - states, filled)))
     return sorted(block for block in grid if sizes.overhead(block) <= room)
 
 
@@ -374,7 +385,7 @@ def _most(length: int, limit: int, size: Callable[[int], int]) -> int:
 
 def _chunk(length: int, block: int, sizes: _Sizes) -> int:
     """Return the most steps that one call may advance with temporaries in the working core."""
-    return _most(length, sizes.core(block), sizes.advance)
+    return sizes.footprint.advance.most(sizes.core(block), length)
 
 
 def _units(footprint: Footprint) -> Units:
@@ -383,26 +394,25 @@ def _units(footprint: Footprint) -> Units:
     return Units(alpha=beta + 1, beta=beta, core=0, initial=1)
 
 
-def _describe(schedule: Schedule, block: int, budget: int, sizes: _Sizes) -> Fit:
-    footprint = sizes.footprint
-    forward_steps, *calls = _spent(schedule)
+def _describe(
+    schedule: Schedule, block: int, chunk: int, spent: tuple[int, int, int], budget: int,
+    sizes: _Sizes,
+) -> Fit:  # fmt: skip
+    """``spent`` is the forward steps, and the calls that advance and that record."""
+    footprint, (forward_steps, advances, records) = sizes.footprint, spent
     return Fit(
         schedule=schedule,
         block=block,
-        chunk=_chunk(schedule.length, block, sizes),
+        chunk=chunk,
         forward_steps=forward_steps,
-        calls=calls[0] + 2 * calls[1],
-        time=footprint.time(schedule.length, forward_steps, *calls),
+        calls=advances + 2 * records,
+        time=footprint.time(schedule.length, *spent),
         budget_bytes=budget,
         peak_bytes=predict_peak_bytes(schedule, footprint),
         ordinary_bytes=footprint.ordinary_bytes(schedule.length),
         minimum_bytes=footprint.minimum_bytes(),
         ordinary=False,
     )
-
-
-def _fits_heap(length: int, footprint: Footprint) -> bool:
-    return footprint.heap_bytes is None or footprint.held(length) <= footprint.heap_bytes
 
 
 def whole_fit(length: int, block: int, **found: Any) -> Fit:
@@ -419,7 +429,9 @@ def in_one_range(length: int, units: Units | None = None) -> Schedule:
 def _whole(length: int, budget: int, footprint: Footprint) -> Fit:
     """Return the fit of ordinary backpropagation: one recorded range, with its own peak."""
     schedule = in_one_range(length, _units(footprint))
-    found = _describe(schedule, length, budget, _Sizes(footprint))
+    sizes = _Sizes(footprint)
+    chunk = _chunk(length, length, sizes)
+    found = _describe(schedule, length, chunk, (length, 0, 1), budget, sizes)
     if footprint.scheduled:
         return found
     peak = footprint.whole_bytes(length)

@@ -19,9 +19,7 @@ from numpy.typing import NDArray
 from retrograde.errors import ScheduleError
 from retrograde.plan.arguments import check_policy, integer, takes_no_memory, units_of
 from retrograde.plan.planner import cost as cost_of
-from retrograde.plan.steps.best import best_costs, closed_form
-from retrograde.plan.steps.tables import MOST_SUMS, lower_bound, sums
-from retrograde.schedule import Units
+from retrograde.plan.steps.best import closed_form
 
 __all__ = ["TradeOff", "least_memory", "longest", "trade_off"]
 
@@ -129,8 +127,8 @@ def longest(
         Steps, of any size.
 
     Raises:
-        ScheduleError: an argument is out of range; or the answer is beyond the tables of
-            ``"best"`` with α = β.
+        ScheduleError: an argument is out of range; or the policy is ``"best"`` with α = β, which
+            has no closed form.
 
     Example:
         >>> longest(2, 50), longest(3, 50), longest(2, 50, "ism")
@@ -155,7 +153,10 @@ def longest(
     units = units_of(alpha, beta)
     form = closed_form(slots, units, policy)
     if form is None:
-        return _longest_by_table(allowed, slots, units)
+        raise ScheduleError(
+            f"the policy 'best' has no closed form where alpha = beta = {units.beta}: ask for "
+            "'msm', whose longest sequence is no longer, or for the cost at lengths of interest"
+        )
     steps = _last(lambda steps: form.hull(steps) <= allowed * steps)
     return next(t for t in range(steps, 0, -1) if fits(t))
 
@@ -233,18 +234,3 @@ def _enough(length: int, policy: str, alpha: int | None, beta: int | None) -> in
     if policy in ("msm", "best"):
         return 1 + units_of(alpha, beta).beta * (length - 1)
     return length if policy == "ism" else max(1, length - 1)
-
-
-def _longest_by_table(allowed: Fraction, memory: int, units: Units) -> int:
-    high = 2
-    while lower_bound(high, memory, units) <= allowed * high + 1:
-        high *= 2
-        if sums(high, memory) > MOST_SUMS:
-            raise ScheduleError(
-                f"cost_per_step is {float(allowed):g} and memory {memory}: the longest sequence is "
-                f"beyond {high // 2} steps, which the tables of 'best' take where alpha = beta; "
-                "name less of either, or 'msm'"
-            )
-    lengths = np.arange(1, high)
-    costs = best_costs(lengths, np.full_like(lengths, memory), units, "best").tolist()
-    return max(t for t, spent in enumerate(costs, 1) if spent <= allowed * t)

@@ -44,7 +44,7 @@ from retrograde.plan.steps.closed_form import (
 )
 from retrograde.plan.steps.mixed import Mixed
 from retrograde.plan.steps.unfold import Parts, store_all
-from retrograde.schedule import Chain, Schedule, Units, merge
+from retrograde.schedule import Chain, Schedule, Units
 from retrograde.units import Memory, as_bytes
 
 __all__ = ["cost", "plan", "split"]
@@ -131,12 +131,11 @@ def plan(
         return best_schedule(steps, slots, units_of(alpha, beta), policy)
     parts = Parts()
     if policy == "hsm":
-        root, bound = hsm_parts(steps, slots, parts), hsm_cost(steps, slots)
-        return merge(parts.unfold(root, length=steps, policy=policy, memory=slots, bound=bound))
-    root, bound = Mixed(slots - 1, 1, wide=True).schedule(steps, parts), ism_cost(steps, slots)
-    return merge(
-        parts.unfold(root, length=steps, policy=policy, memory=slots, units=_ISM, bound=bound)
-    )
+        root, bound, units = hsm_parts(steps, slots, parts), hsm_cost(steps, slots), Units()
+    else:
+        root = Mixed(slots - 1, 1, wide=True).schedule(steps, parts)
+        bound, units = ism_cost(steps, slots), _ISM
+    return parts.schedule(root, length=steps, policy=policy, memory=slots, units=units, bound=bound)
 
 
 @overload

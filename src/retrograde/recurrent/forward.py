@@ -9,10 +9,10 @@ from torch import Tensor
 
 from retrograde.kernels import Forward, kernels
 from retrograde.kernels.cells import Kept, Resets, Weights
-from retrograde.measure.allocations import measure
 from retrograde.plan.fit import Curve
 from retrograde.recurrent.bytes import FORWARD_BYTES
 from retrograde.recurrent.vendor import Layers, run_torch
+from retrograde.sizes.allocations import measure
 from retrograde.sizes.ordinary import FEW_BYTES, FEW_STEPS
 from retrograde.units import Memory
 

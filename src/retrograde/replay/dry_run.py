@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from retrograde.errors import CellError
-from retrograde.measure.allocations import MEASURING, unpacked
+from retrograde.machine import MEASURING, unpacked
 from retrograde.replay.captured import distinct, foreign_tensors
 from retrograde.replay.generators import OwnDraws, Source, draws_python, is_alone, sources
 from retrograde.replay.places import (

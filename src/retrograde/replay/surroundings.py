@@ -21,7 +21,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError, RetrogradeError
-from retrograde.measure.allocations import MEASURING, unpacked
+from retrograde.machine import MEASURING, unpacked
 from retrograde.replay.generators import OwnDraws, Source, draws_python, is_alone
 from retrograde.replay.places import (
     ABSENT,

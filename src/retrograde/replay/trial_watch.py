@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError
-from retrograde.measure.allocations import MEASURING
+from retrograde.machine import MEASURING
 
 __all__ = ["DrawWatch", "in_checkpoint", "watched"]
 

@@ -11,7 +11,7 @@ values. There are four kinds:
 - An iterator, which cannot be read twice (:class:`Spool`): its items are kept in a temporary file
   and read from there. So the whole input is on disk.
 
-torch allocates what is read, so :mod:`retrograde.measure.allocations` counts it. The pages of a
+torch allocates what is read, so :mod:`retrograde.sizes.allocations` counts it. The pages of a
 memory map belong to the operating system and are not counted.
 
 Inputs in main memory serve a model on a GPU: :mod:`retrograde.run.moved` moves what is read.

@@ -1,24 +1,23 @@
 """Count what is held and what is spent while a schedule is carried out.
 
-:class:`_OfUnits` counts the equal steps of a recurrence in the papers' units, after each action.
-:class:`_OfChain` counts the unequal layers of a :class:`~retrograde.schedule.chain.Chain` in bytes
+:class:`OfUnits` counts the equal steps of a recurrence in the papers' units, after each action.
+:class:`OfChain` counts the unequal layers of a :class:`~retrograde.schedule.chain.Chain` in bytes
 and seconds, within actions too. Both assume that the actions are legal, as
 :mod:`retrograde.schedule.simulate` checks.
 
-*Bytes of a chain.* Each hidden state counts once, while it is current, stored, or held by something
-else: a neighbouring internal state that refers to it, or a held state that hands it on. The
-gradient of a state is held from the backward pass of its layer until that of the layer before.
+*Bytes of a chain.* Each hidden state counts once, while it is current, stored, or held by a
+neighbouring internal state that refers to it. The gradient of a state is held from the backward
+pass of its layer until that of the layer before.
 The transient memory of a layer counts while the layer runs.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Protocol
 
 from retrograde.errors import ScheduleError
 from retrograde.schedule.chain import Chain
 
-__all__ = ["Account", "Units", "account_of"]
+__all__ = ["OfChain", "OfUnits", "Units"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,148 +53,106 @@ class Units:
             )
 
 
-class Account(Protocol):
-    """The account of one replay: bytes or units that are held, and seconds since the start.
-    ``held`` is held now, and ``high`` is the most that the last action held. ``seconds`` is 0 where
-    steps have no time."""
+class OfUnits:
+    """The account of equal steps. ``held`` is held now, in units."""
 
-    held: int
-    high: int
-    seconds: float
+    seconds = 0.0
+    high = 0  # no more is held within an action than after it
+
+    def __init__(self, units: Units, length: int) -> None:
+        self.units = units
+        self.prices = [0] * length  # the units that each recorded step takes
+        self.held = 0
 
     def advance(self, start: int, stop: int) -> None: ...
 
     def record(self, start: int, stop: int, *, resting: bool, in_core: bool) -> None:
-        """Record a range.
-
-        Args:
-            start, stop: the steps of the range.
-            resting: whether the state before the range is kept in any case.
-            in_core: whether the last step is backpropagated at once.
-        """
-        ...
-
-    def store(self, at: int) -> None: ...
-
-    def load(self, at: int) -> None: ...
-
-    def free(self, at: int) -> None: ...
-
-    def backward(self, start: int, stop: int) -> None: ...
-
-    def keeps_output(self, step: int) -> bool:
-        """Whether a step's internal state holds the step's output."""
-        ...
-
-
-def account_of(units: Units | Chain, length: int) -> Account:
-    """Return an empty account, for the start of a replay."""
-    return _OfChain(units) if isinstance(units, Chain) else _OfUnits(units, length)
-
-
-class _OfUnits:
-    def __init__(self, units: Units, length: int) -> None:
-        self.units = units
-        self.prices = [0] * length  # the units that each recorded step takes
-        self.held = self.high = 0
-        self.seconds = 0.0
-
-    def advance(self, start: int, stop: int) -> None:
-        self.high = self.held
-
-    def record(self, start: int, stop: int, *, resting: bool, in_core: bool) -> None:
+        """Record a range. ``resting`` is whether the state before it is kept in any case, and
+        ``in_core`` whether the last step is backpropagated at once."""
         units, prices = self.units, self.prices
         prices[start:stop] = [units.beta] * (stop - start)
         if not resting:
             prices[start] = units.alpha
         if in_core:
             prices[stop - 1] = units.core
-        self._hold(sum(prices[start:stop]))
+        self.held += sum(prices[start:stop])
 
-    def store(self, at: int) -> None:
-        self._hold(self._price(at))
+    def hold(self, at: int) -> None:
+        self.held += self._price(at)
 
-    def load(self, at: int) -> None:
-        self.high = self.held
+    def move(self, to: int) -> None: ...
 
-    def free(self, at: int) -> None:
-        self._hold(-self._price(at))
+    def release(self, at: int) -> None:
+        self.held -= self._price(at)
 
     def backward(self, start: int, stop: int) -> None:
-        self._hold(-sum(self.prices[start:stop]))
-
-    def keeps_output(self, step: int) -> bool:
-        return True
-
-    def _hold(self, more: int) -> None:
-        self.held += more
-        self.high = self.held
+        self.held -= sum(self.prices[start:stop])
 
     def _price(self, at: int) -> int:
         return self.units.state if at else self.units.initial
 
 
-class _OfChain:
+class OfChain:
+    """The account of a chain's layers. ``held`` is held now, in bytes, ``high`` is the most since
+    it was last set to 0, and ``seconds`` are those since the start."""
+
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
         self.states, self.gradients = chain.state_bytes, chain.gradient_bytes
         self.tapes = chain.tape_bytes
-        self.hands_on = ((), *chain.hands_on[:-1], ())  # the last state is the caller's
         self.reasons = [0] * (len(chain) + 1)  # how many holders each hidden state has
-        self.held = self.high = chain.overhead_bytes
+        self.held, self.high = chain.overhead_bytes, 0
         self.seconds = 0.0
         self.current: int | None = None
         self.frontier: int | None = None  # the state whose gradient is held
-        self._move(0)
+        self.move(0)
 
     def advance(self, start: int, stop: int) -> None:
         chain = self.chain
-        self.high = self.held
         for k in range(start, stop):
             self._touch(self.states[k + 1] + chain.forward_transient_bytes[k])
-            self._move(k + 1)
+            self.move(k + 1)
             self.seconds += chain.forward_seconds[k]
 
     def record(self, start: int, stop: int, *, resting: bool, in_core: bool) -> None:
         chain = self.chain
-        self.high = self.held
         for k in range(start, stop):
             own = self.tapes[k] + self.states[k + 1]
             self._touch(own + chain.record_transient_bytes[k])
             self.held += self.tapes[k]
-            self._refer(k, self._hold)
-            self._move(k + 1)
+            self._refer(k, self.hold)
+            self.move(k + 1)
             self.seconds += chain.forward_seconds[k]
-
-    def store(self, at: int) -> None:
-        self._hold(at)
-        self.high = self.held
-
-    def load(self, at: int) -> None:
-        self._move(at)
-        self.high = self.held
-
-    def free(self, at: int) -> None:
-        self._release(at)
-        self.high = self.held
 
     def backward(self, start: int, stop: int) -> None:
         chain = self.chain
-        self._move(None)
+        self.move(None)
         if self.frontier is None:
             self.held += self.gradients[stop]
-        self.high = self.held
         for k in range(stop - 1, start - 1, -1):
-            own = self.gradients[k] + chain.backward_transient_bytes[k]
-            alone = chain.keeps_input[k] and self.reasons[k] == 1
-            self._touch(own - chain.release_bytes[k] if alone else own)
+            self._touch(self.gradients[k] + chain.backward_transient_bytes[k])
             self.held += self.gradients[k] - self.gradients[k + 1] - self.tapes[k]
-            self._refer(k, self._release)
+            self._refer(k, self.release)
             self.seconds += chain.backward_seconds[k]
         self.frontier = start
 
-    def keeps_output(self, step: int) -> bool:
-        return self.chain.keeps_output[step]
+    def move(self, to: int | None) -> None:
+        """Make a state current instead of the one before."""
+        before, self.current = self.current, to
+        if to is not None:
+            self.hold(to)
+        if before is not None:
+            self.release(before)
+
+    def hold(self, at: int) -> None:
+        if not self.reasons[at]:
+            self.held += self.states[at]
+        self.reasons[at] += 1
+
+    def release(self, at: int) -> None:
+        self.reasons[at] -= 1
+        if not self.reasons[at]:
+            self.held -= self.states[at]
 
     def _refer(self, k: int, change: Callable[[int], None]) -> None:
         """Apply ``change`` to the hidden states that the internal state of layer k refers to."""
@@ -203,27 +160,6 @@ class _OfChain:
             change(k)
         if self.chain.keeps_output[k]:
             change(k + 1)
-
-    def _move(self, to: int | None) -> None:
-        before, self.current = self.current, to
-        if to is not None:
-            self._hold(to)
-        if before is not None:
-            self._release(before)
-
-    def _hold(self, at: int) -> None:
-        if not self.reasons[at]:
-            self.held += self.states[at]
-            for handed in self.hands_on[at]:
-                self._hold(handed)
-        self.reasons[at] += 1
-
-    def _release(self, at: int) -> None:
-        self.reasons[at] -= 1
-        if not self.reasons[at]:
-            self.held -= self.states[at]
-            for handed in self.hands_on[at]:
-                self._release(handed)
 
     def _touch(self, more: int) -> None:
         self.high = max(self.high, self.held + more)

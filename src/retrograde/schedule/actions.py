@@ -21,6 +21,7 @@ Internally an action is a *code*: three integers (verb, start, stop). A verb wit
 ``stop == start``.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -38,6 +39,8 @@ __all__ = [
     "Verb",
     "decode",
     "encode",
+    "of_word",
+    "to_word",
 ]
 
 Code: TypeAlias = tuple[int, int, int]
@@ -157,20 +160,28 @@ def decode(verb: int, start: int, stop: int) -> Action:
     """Return the action of a code; ``stop`` is ignored where the verb has one position."""
     if verb in _OF_RANGE:
         return _OF_RANGE[verb](start, stop)
-    if verb in _OF_PLACE:
-        return _OF_PLACE[verb](start)
+    if verb in _OF_STATE:
+        return _OF_STATE[verb](start)
     raise ValueError(f"{verb!r} is not a valid Verb")
 
 
+def to_word(verb: int, start: int, stop: int) -> str:
+    """Return a code as text, such as ``"A0:5"`` or ``"S5"``."""
+    return f"{_LETTERS[verb]}{start}:{stop}" if verb in _OF_RANGE else f"{_LETTERS[verb]}{start}"
+
+
+def of_word(word: str) -> Code | None:
+    """Return the code that :func:`to_word` wrote, or None."""
+    match = _WORD.fullmatch(word)
+    if match is None:
+        return None
+    letter, start, stop = match[1] or match[4], match[2] or match[5], match[3] or match[5]
+    return _LETTERS.index(letter), int(start), int(stop)
+
+
 # Keyed by plain integers: making enumeration members would slow the decoding of long schedules.
-_OF_RANGE: dict[int, Callable[[int, int], Action]] = {
-    Verb.ADVANCE.value: Advance,
-    Verb.RECORD.value: Record,
-    Verb.BACKWARD.value: Backward,
-}
-_OF_PLACE: dict[int, Callable[[int], Action]] = {
-    Verb.STORE.value: Store,
-    Verb.LOAD.value: Load,
-    Verb.FREE.value: Free,
-}
-_VERBS: dict[object, int] = {action: verb for verb, action in (_OF_RANGE | _OF_PLACE).items()}
+_OF_RANGE: dict[int, Callable[[int, int], Action]] = {0: Advance, 2: Record, 5: Backward}
+_OF_STATE: dict[int, Callable[[int], Action]] = {1: Store, 3: Load, 4: Free}
+_VERBS: dict[object, int] = {action: verb for verb, action in (_OF_RANGE | _OF_STATE).items()}
+_LETTERS = "".join(verb.name[0] for verb in Verb)
+_WORD = re.compile(r"([ARB])([0-9]+):([0-9]+)|([SLF])([0-9]+)")

@@ -3,8 +3,7 @@
 Layers are numbered as steps are: layer k turns hidden state k into hidden state k+1. Hidden state 0
 is the chain's input, which the caller holds. The last hidden state is the chain's output, which the
 caller receives. Neither counts against a budget; all other states do. So does the gradient of a
-hidden state. It is as large as the state, or larger where a layer hands on part of its input, as in
-a tuple ``(y, skip)``.
+hidden state, which is as large as the state.
 
 Recording a layer keeps its *internal state*: all that its backward pass needs. ``internal_bytes``
 is the size of that beyond the layer's input, its output included (a of Gruslys et al. 2016,
@@ -15,29 +14,24 @@ held. ``keeps_input`` and ``keeps_output`` say which states a tape refers to.
 This module has numbers only; :func:`retrograde.profile` measures them.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from itertools import chain
 from math import isfinite
 from typing import Any
 
 from retrograde.errors import ScheduleError
+from retrograde.schedule.json_text import fail, read, write
 from retrograde.units import aligned, format_bytes
 
 __all__ = ["Chain"]
 
-_FORMAT = "retrograde-chain"
-_VERSION = 1
 _SECONDS = ("forward_seconds", "backward_seconds")
 _BYTES = (
     "output_bytes",
-    "output_gradient_bytes",
     "internal_bytes",
     "forward_transient_bytes",
     "record_transient_bytes",
     "backward_transient_bytes",
-    "release_bytes",
 )
 _FLAGS = ("keeps_input", "keeps_output")
 
@@ -57,16 +51,11 @@ class Chain:
             the gradients of its input and its output; 0 by default.
         record_transient_bytes: temporaries of recording it, beyond its input and its internal
             state; as ``forward_transient_bytes`` by default.
-        release_bytes: bytes that its backward pass saves where only its internal state holds its
-            input, which is then released before the peak; 0 by default.
         keeps_input: whether its internal state refers to its input; yes by default.
         keeps_output: whether its internal state refers to its output; yes by default.
         names: names of the layers; their numbers by default.
         input_bytes: the chain's input; shown, and not counted.
         overhead_bytes: bytes held throughout, whatever is stored.
-        output_gradient_bytes: the gradient of its output; as ``output_bytes`` by default.
-        hands_on: the earlier hidden states whose memory its output still refers to, because it
-            passes on part of its input; none by default. A plan counts these as held throughout.
 
     Raises:
         ScheduleError: the columns differ in length, or a number is negative, not finite or, where
@@ -87,14 +76,11 @@ class Chain:
     forward_transient_bytes: Sequence[int] = ()
     backward_transient_bytes: Sequence[int] = ()
     record_transient_bytes: Sequence[int] = ()
-    release_bytes: Sequence[int] = ()
     keeps_input: Sequence[bool] = ()
     keeps_output: Sequence[bool] = ()
     names: Sequence[str] = ()
     input_bytes: int = 0
     overhead_bytes: int = 0
-    output_gradient_bytes: Sequence[int] = ()
-    hands_on: Sequence[Sequence[int]] = ()
 
     def __post_init__(self) -> None:
         length = len(self.forward_seconds)
@@ -102,17 +88,14 @@ class Chain:
             raise ScheduleError("the chain has no layers: expected at least one")
         defaults: dict[str, Sequence[Any]] = {
             "internal_bytes": self.output_bytes,
-            "output_gradient_bytes": self.output_bytes,
             "forward_transient_bytes": [0] * length,
             "backward_transient_bytes": [0] * length,
             "record_transient_bytes": self.forward_transient_bytes or [0] * length,
-            "release_bytes": [0] * length,
             "keeps_input": [True] * length,
             "keeps_output": [True] * length,
-            "hands_on": [()] * length,
             "names": [str(k) for k in range(length)],
         }
-        for name in (*_SECONDS, *_BYTES, *_FLAGS, "hands_on", "names"):
+        for name in (*_SECONDS, *_BYTES, *_FLAGS, "names"):
             column = tuple(getattr(self, name)) or tuple(defaults.get(name, ()))
             if len(column) != length:
                 raise ScheduleError(
@@ -147,13 +130,7 @@ class Chain:
     @property
     def gradient_bytes(self) -> tuple[int, ...]:
         """Bytes of each hidden state's gradient; 0 for the first, which is the caller's."""
-        return (0, *self.output_gradient_bytes)
-
-    @property
-    def standing_bytes(self) -> int:
-        """Bytes that a plan counts throughout: the overhead, and states that are handed on."""
-        states = self.state_bytes
-        return self.overhead_bytes + sum(states[at] for at in {*chain(*self.hands_on)})
+        return (0, *self.output_bytes)
 
     @property
     def tape_bytes(self) -> tuple[int, ...]:
@@ -163,12 +140,7 @@ class Chain:
 
     def to_json(self) -> str:
         """Return the chain as one line of JSON text, which :meth:`from_json` reads."""
-        document = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
-        if self.output_gradient_bytes == self.output_bytes:
-            del document["output_gradient_bytes"]
-        if not any(self.hands_on):
-            del document["hands_on"]
-        return json.dumps(document, separators=(",", ":"))
+        return write("chain", asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> "Chain":
@@ -178,27 +150,9 @@ class Chain:
             ScheduleError: the text is malformed; the message says where.
         """
         try:
-            document = json.loads(text)
-        except (TypeError, ValueError) as error:
-            raise ScheduleError(f"not a chain: the text is not JSON ({error})") from None
-        known = [("format", _FORMAT), ("version", _VERSION)]
-        if (
-            not isinstance(document, dict)
-            or [(key, document.pop(key, None)) for key, _ in known] != known
-        ):
-            raise ScheduleError(
-                f"not a chain: expected a JSON object with the format {_FORMAT!r}, version "
-                f"{_VERSION}"
-            )
-        names = {field.name for field in fields(cls)}
-        unlike = (document.keys() ^ names) - {"output_gradient_bytes", "hands_on"}
-        if unlike:
-            odd = ", ".join(sorted(map(repr, unlike)))
-            raise ScheduleError(f"not a chain: missing or unknown: {odd}")
-        try:
-            return cls(**document)
+            return cls(**read("chain", text, [field.name for field in fields(cls)]))
         except TypeError as error:
-            raise ScheduleError(f"not a chain: {error}") from None
+            fail("chain", error)
 
     def __str__(self) -> str:
         rows = [("layer", "forward", "backward", "output", "internal", "transient")]
@@ -230,10 +184,6 @@ def _entry(name: str, k: int | None, value: Any) -> Any:
         if isinstance(value, bool | int) and value in (0, 1):
             return bool(value)
         raise ScheduleError(f"{where} is {value!r}: expected True or False")
-    if name == "hands_on":
-        if all(type(at) is int and 0 < at <= (k or 0) for at in value):
-            return tuple(value)
-        raise ScheduleError(f"{where} is {value!r}: expected numbers of states, 1 … {k}")
     if name in _SECONDS:
         if isinstance(value, int | float) and isfinite(value) and value >= 0:
             return float(value)

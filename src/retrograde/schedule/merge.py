@@ -11,11 +11,15 @@ The time is linear in the number of actions, and the code is vectorised.
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from retrograde.schedule.actions import Verb
 from retrograde.schedule.schedule import Schedule
 
-__all__ = ["merge"]
+__all__ = ["merge", "merged"]
+
+_Verbs = NDArray[np.uint8]
+_Places = NDArray[np.int64]
 
 
 def merge(schedule: Schedule) -> Schedule:
@@ -26,9 +30,14 @@ def merge(schedule: Schedule) -> Schedule:
     >>> print(merge(steps))
     store 0, advance 0→3
     """
-    kind, start, stop = schedule.kind, schedule.start, schedule.stop
+    kind, start, stop = merged(schedule.kind, schedule.start, schedule.stop)
+    return replace(schedule, kind=kind, start=start, stop=stop)
+
+
+def merged(kind: _Verbs, start: _Places, stop: _Places) -> tuple[_Verbs, _Places, _Places]:
+    """As :func:`merge`, for the arrays of a schedule."""
     if not len(kind):
-        return schedule
+        return kind, start, stop
     again = (kind[:-1] == Verb.FREE) & (kind[1:] == Verb.STORE) & (start[:-1] == start[1:])
     kept = ~(np.append(again, False) | np.append(False, again))
     kind, start, stop = kind[kept], start[kept], stop[kept]
@@ -39,9 +48,5 @@ def merge(schedule: Schedule) -> Schedule:
     last = np.concatenate((first[1:] - 1, [len(kind) - 1]))
     kind = kind[first]
     down = kind == Verb.BACKWARD
-    return replace(
-        schedule,
-        kind=kind,
-        start=np.where(down, start[last], start[first]),
-        stop=np.where(down, stop[first], stop[last]),
-    )
+    start, stop = np.where(down, start[last], start[first]), np.where(down, stop[first], stop[last])
+    return kind, start, stop

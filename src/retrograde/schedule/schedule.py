@@ -10,9 +10,11 @@ one of them is first read. A schedule may be illegal; only a replay shows it.
 Limits: positions are 64-bit integers; a slice gives a tuple of actions, not a schedule.
 """
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
+from math import inf
 from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
@@ -20,8 +22,9 @@ from numpy.typing import NDArray
 
 from retrograde.errors import ScheduleError
 from retrograde.schedule.account import Units
-from retrograde.schedule.actions import Action, Code, Verb, decode, encode
+from retrograde.schedule.actions import Action, Code, Verb, decode, encode, of_word, to_word
 from retrograde.schedule.chain import Chain
+from retrograde.schedule.json_text import check_keys, fail, read, write
 from retrograde.schedule.simulate import simulate
 
 if TYPE_CHECKING:
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Schedule", "forward_ranges"]
 
+_KEYS = ("length", "policy", "memory", "units", "actions")
 _SHOWN = 60  # actions that str() shows of a long schedule, at each end
 
 
@@ -171,7 +175,8 @@ class Schedule:
         return zip(self.kind.tolist(), self.start.tolist(), self.stop.tolist(), strict=True)
 
     def to_json(self) -> str:
-        """Return the schedule as one line of compact JSON.
+        """Return the schedule as one line of compact JSON. Its actions are one string of letters
+        and positions, such as ``"S0 A0:5 S5 R5:6 B5:6"``.
 
         Example:
             >>> from retrograde.schedule import Store
@@ -179,9 +184,18 @@ class Schedule:
             >>> Schedule.from_json(text)[0]
             Store(at=0)
         """
-        from retrograde.schedule.json_text import to_json
-
-        return to_json(self)
+        units = self.units
+        parts = {
+            "length": self.length,
+            "policy": self.policy,
+            "memory": self.memory,
+            "units": {"chain": json.loads(units.to_json())}
+            if isinstance(units, Chain)
+            else asdict(units),
+            **({} if self.bound is None else {"bound": self.bound}),
+            "actions": " ".join(to_word(*code) for code in self.codes()),
+        }
+        return write("schedule", parts)
 
     @staticmethod
     def from_json(text: str) -> "Schedule":
@@ -190,9 +204,24 @@ class Schedule:
         Raises:
             ScheduleError: the text is malformed; the message says where.
         """
-        from retrograde.schedule.json_text import read
+        parts = read("schedule", text, _KEYS, ["bound"])
 
-        codes, bound, parts = read(text)
+        def need(name: str, is_right: bool, expected: str) -> None:
+            if not is_right:
+                fail("schedule", f"{name!r} is {parts[name]!r}: expected {expected}")
+
+        memory, bound = parts["memory"], parts.get("bound")
+        need("length", _is_whole(parts["length"]), "an integer, 1 or more")
+        need("policy", isinstance(parts["policy"], str), "a name")
+        need("memory", memory is None or _is_whole(memory), "an integer, 1 or more, or null")
+        need("actions", isinstance(parts["actions"], str), "text such as 'S0 R0:5 B0:5 F0'")
+        units = parts["units"] = _units(parts["units"])
+        expected = "seconds" if isinstance(units, Chain) else "an integer"
+        kinds = (int, float) if isinstance(units, Chain) else (int,)
+        is_right = bound is None or (type(bound) in kinds and 0 <= bound < inf)
+        need("bound", is_right, f"{expected}, 0 or more, or null")
+        parts.pop("bound", None)
+        codes = [_code(index, word) for index, word in enumerate(parts.pop("actions").split())]
         return replace(Schedule.from_codes(codes, **parts), bound=bound)
 
     def __len__(self) -> int:
@@ -238,6 +267,27 @@ class Schedule:
             f"<Schedule {self.policy!r}, length={self.length}, memory={self.memory}, "
             f"{len(self)} actions>"
         )
+
+
+def _is_whole(value: object) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _units(document: Any) -> Units | Chain:
+    if not isinstance(document, dict):
+        fail("schedule", f"'units' is {document!r}: expected an object")
+    if document.keys() == {"chain"}:
+        return Chain.from_json(json.dumps(document["chain"]))
+    check_keys("schedule", "'units'", document, [field.name for field in fields(Units)])
+    return Units(**document)
+
+
+def _code(index: int, word: str) -> Code:
+    code = of_word(word)
+    if code is None:
+        expected = "such as 'A0:5', 'S5', 'R5:6', 'L0', 'F5', 'B5:6'"
+        fail("schedule", f"action {index} is {word!r}: expected {expected}")
+    return code
 
 
 def forward_ranges(schedule: Schedule) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrograde.errors import ScheduleError
-from retrograde.schedule.account import Units, account_of
+from retrograde.schedule.account import OfChain, OfUnits, Units
 from retrograde.schedule.actions import Code, Verb, decode
 from retrograde.schedule.chain import Chain
 
@@ -99,10 +99,12 @@ def simulate(schedule: "Schedule") -> Replay:
     clock = np.zeros(len(codes))
     previous = _NOTHING
     for index, (code, following) in enumerate(zip(codes, [*codes[1:], _NOTHING], strict=False)):
+        account.high = 0
         reason = machine.apply(code, previous, following)
         if reason:
             raise ScheduleError(f"action {index}, {decode(*code)}: {reason}")
-        kept[index], high[index], clock[index] = account.held, account.high, account.seconds
+        kept[index], high[index] = account.held, max(account.high, account.held)
+        clock[index] = account.seconds
         previous = code
     reason = machine.unfinished()
     if reason:
@@ -117,8 +119,11 @@ class _Machine:
 
     def __init__(self, length: int, units: Units | Chain) -> None:
         self.length = length
-        self.account = account_of(units, length)
-        self.outputs = units.keeps_output if isinstance(units, Chain) else (True,) * length
+        self.account: OfChain | OfUnits
+        if isinstance(units, Chain):
+            self.account, self.outputs = OfChain(units), units.keeps_output
+        else:
+            self.account, self.outputs = OfUnits(units, length), (True,) * length
         self.current = 0  # -1 where no state is current
         self.stored = bytearray(length + 1)
         self.recorded = bytearray(length)
@@ -127,13 +132,11 @@ class _Machine:
 
     def apply(self, code: Code, previous: Code, following: Code) -> str:
         verb, start, stop = code
-        if verb == _ADVANCE:
-            return self._advance(start, stop)
+        if verb in (_ADVANCE, _RECORD):
+            in_core = following[0] == _BACKWARD and following[2] == stop
+            return self._run(start, stop, records=verb == _RECORD, in_core=in_core)
         if verb == _STORE:
             return self._store(start)
-        if verb == _RECORD:
-            in_core = following[0] == _BACKWARD and following[2] == stop
-            return self._record(start, stop, in_core)
         if verb == _LOAD:
             return self._load(start)
         if verb == _FREE:
@@ -146,12 +149,7 @@ class _Machine:
         state = self.stored.find(1)
         return f"state {state} is still stored: free it" if state >= 0 else ""
 
-    def _advance(self, start: int, stop: int) -> str:
-        if not (reason := self._run(start, stop)):
-            self.account.advance(start, stop)
-        return reason
-
-    def _run(self, start: int, stop: int) -> str:
+    def _run(self, start: int, stop: int, *, records: bool, in_core: bool) -> str:
         if reason := self._bad_range(start, stop):
             return reason
         if start != self.current:
@@ -162,6 +160,11 @@ class _Machine:
         step = self.recorded.find(1, start, stop)
         if step >= 0:
             return f"step {step} is recorded already: load its output, state {step + 1}"
+        if records:
+            self.account.record(start, stop, resting=self._is_kept(start), in_core=in_core)
+            self.recorded[start:stop] = b"\1" * (stop - start)
+        else:
+            self.account.advance(start, stop)
         self.current = stop
         self.cost += stop - start
         return ""
@@ -172,15 +175,7 @@ class _Machine:
         if self.stored[at]:
             return f"state {at} is stored already"
         self.stored[at] = 1
-        self.account.store(at)
-        return ""
-
-    def _record(self, start: int, stop: int, in_core: bool) -> str:
-        if reason := self._run(start, stop):
-            return reason
-        resting = self._is_kept(start)
-        self.recorded[start:stop] = b"\1" * (stop - start)
-        self.account.record(start, stop, resting=resting, in_core=in_core)
+        self.account.hold(at)
         return ""
 
     def _load(self, at: int) -> str:
@@ -188,10 +183,10 @@ class _Machine:
             return f"there is no state {at}: expected 0 to {self.length}"
         if at == self.current:
             return f"state {at} is current already"
-        if not (self.stored[at] or (self._is_kept(at) and self.account.keeps_output(at - 1))):
+        if not self._is_kept(at):
             return f"state {at} is neither stored nor the output of a recorded step"
         self.current = at
-        self.account.load(at)
+        self.account.move(at)
         return ""
 
     def _free(self, at: int, previous: Code) -> str:
@@ -205,7 +200,7 @@ class _Machine:
         if at < self.length and self.recorded[at]:
             return f"the recorded step {at} still rests on state {at}"
         self.stored[at] = 0
-        self.account.free(at)
+        self.account.release(at)
         return ""
 
     def _backward(self, start: int, stop: int) -> str:

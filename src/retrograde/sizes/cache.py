@@ -10,10 +10,12 @@ examined at every call. Numbers and texts that a cell reads are part of its key,
 a step may depend on them.
 """
 
+import sys
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, TypeVar, cast
@@ -22,17 +24,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrograde.measure.allocations import MEASURING, is_profiled
-from retrograde.measure.patience import told_if_slow
+from retrograde.machine import MEASURING
 from retrograde.replay.places import Place
 from retrograde.replay.referents import MODULE_TABLES, Referents
 from retrograde.run.autograd_core import Settled
+from retrograde.sizes.allocations import is_profiled
 
-__all__ = ["CellFits", "LRUCache", "Same", "identity", "signature"]
+__all__ = ["CellFits", "LRUCache", "identity", "signature"]
 
 T = TypeVar("T")
 
 _MOST = 48
+_PATIENCE = 5.0  # seconds
 _PLAIN: tuple[type, ...] = (int, float, complex, str, bytes, type(None), type)
 _PLAIN += (torch.dtype, torch.device, np.generic, Enum)
 
@@ -63,8 +66,7 @@ class LRUCache(Generic[T]):
 
     def get(self, key: Hashable, find: Callable[[], T], of: Iterable[object] = ()) -> T:
         """Return the result for a key; ``find`` computes it if it is not known. ``of`` lists the
-        objects whose ids are in the key, since ids are faster than :class:`Same`. The result is
-        dropped when one of them is deleted."""
+        objects whose ids are in the key. The result is dropped when one of them is deleted."""
         known = self._look_up(key)
         if known is not None:
             return known.result
@@ -72,7 +74,7 @@ class LRUCache(Generic[T]):
             known = self._look_up(key)
             if known is None:
                 exact = not is_profiled()  # with another profiler, bytes are not quite certain
-                with told_if_slow():
+                with _told_if_slow():
                     known = _Known(find(), [weakref.ref(value) for value in of])
                 if exact:
                     self._keep(key, known)
@@ -92,34 +94,27 @@ class LRUCache(Generic[T]):
 
     def _keep(self, key: Hashable, known: _Known[T]) -> None:
         with self._lock:
-            for old in [old for old, each in self._found.items() if _is_dead(old, each)]:
+            for old in [old for old, each in self._found.items() if not each.alive()]:
                 del self._found[old]
             self._found[key] = known
             while len(self._found) > self._most:
                 self._found.popitem(last=False)
 
 
-class Same:
-    """A key that is equal for the same object only, and does not keep it alive."""
-
-    def __init__(self, value: Any) -> None:
-        self.reference = weakref.ref(value)
-        self._id = id(value)
-
-    def __hash__(self) -> int:
-        return self._id
-
-    def __eq__(self, other: object) -> bool:
-        value = self.reference()
-        return isinstance(other, Same) and value is not None and other.reference() is value
-
-
-def _is_dead(key: Any, known: _Known[Any] | None = None) -> bool:
-    if known is not None and not known.alive():
-        return True
-    if isinstance(key, Same):
-        return key.reference() is None
-    return isinstance(key, tuple) and any(map(_is_dead, key))
+@contextmanager
+def _told_if_slow() -> Iterator[None]:
+    """Give notice on the terminal, on the error stream, if a measurement takes some seconds."""
+    if sys.stderr is None or not sys.stderr.isatty() or MEASURING.depth > 1:
+        yield
+        return
+    text = "retrograde is measuring the memory of a first call of this kind …"
+    timer = threading.Timer(_PATIENCE, print, [text], {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class CellFits(LRUCache[T]):
@@ -146,8 +141,11 @@ class CellFits(LRUCache[T]):
         made_of, kinds = (
             tuple(identity(*part, values=values) for part in parts) for values in (True, False)
         )
-        step_bytes, settled = self._steps.get((made_of, shapes), lambda: (step(), Settled()))
-        return self.get((kinds, step_bytes, shapes, budget), find), settled
+        modules = [module for found, _ in parts for module in found.modules]
+        step_bytes, settled = self._steps.get(
+            (made_of, shapes), lambda: (step(), Settled()), of=modules
+        )
+        return self.get((kinds, step_bytes, shapes, budget), find, of=modules), settled
 
 
 def signature(t: Tensor) -> tuple[Any, ...]:
@@ -159,10 +157,10 @@ def signature(t: Tensor) -> tuple[Any, ...]:
 
 def identity(found: Referents, places: Iterable[Place], *, values: bool = True) -> Hashable:
     """Return a key of a cell, equal for two closures of the same code over the same values. It
-    keeps no module and no tensor alive. ``places`` are the Python values that the cell only reads;
-    without ``values`` only their types count."""
+    keeps no module and no tensor alive, and holds while the modules live. ``places`` are the Python
+    values that the cell only reads; without ``values`` only their types count."""
     held = tuple(tuple(_kinds(place, values)) for place in places)
-    modules = tuple(map(Same, found.modules))
+    modules = tuple(map(id, found.modules))
     return modules, tuple(found.codes), tuple(map(signature, found.tensors)), held
 
 

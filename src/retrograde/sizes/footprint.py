@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrograde.measure.allocations import measure, measure_phases
 from retrograde.plan.fit import Curve, Footprint, Highest
 from retrograde.replay.surroundings import muted_hooks
 from retrograde.run.autograd_core import AutogradCore
@@ -22,6 +21,7 @@ from retrograde.run.inputs import Inputs
 from retrograde.run.layout import Blocks, Held, Straight
 from retrograde.run.states import laid_bytes, like_of, pack, stored_memory
 from retrograde.schedule import Advance, Record, Schedule
+from retrograde.sizes.allocations import measure, measure_phases
 from retrograde.sizes.ordinary import (
     FEW_BYTES,
     FEW_STEPS,

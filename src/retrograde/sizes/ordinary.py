@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrograde.measure.allocations import measure_phases
 from retrograde.plan.fit import Curve, Highest
 from retrograde.run.autograd_core import AutogradCore, run_ordinary
 from retrograde.run.core import as_leaf
 from retrograde.run.inputs import Inputs
+from retrograde.sizes.allocations import measure_phases
 from retrograde.units import Memory, as_bytes
 
 __all__ = [

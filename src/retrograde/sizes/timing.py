@@ -6,7 +6,7 @@ lengths, and the difference gives the cost of a step.
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -18,11 +18,12 @@ from retrograde.run.core import Core
 from retrograde.run.inputs import Inputs
 from retrograde.sizes.footprint import Shapes, gradients_like, noting
 
-__all__ = ["LinearTime", "RangeTimes", "Stopwatch", "linear_time", "time_calls", "time_steps"]
+__all__ = ["LinearTime", "RangeTimes", "linear_time", "time_calls", "time_steps"]
 
 _LONG = 64  # steps of the longer range: about as many as schedules record at a time
 
 Tensors = list[Tensor]
+_Lap = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -46,34 +47,20 @@ class RangeTimes:
     backward: LinearTime
 
 
-class Stopwatch:
-    """A collector of seconds by lap; a lap waits until the device has finished its work."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.seconds: list[float] = []
-
-    @contextmanager
-    def lap(self) -> Iterator[None]:
-        start = now(self.device)
-        yield
-        self.seconds.append(now(self.device) - start)
-
-
 def time_steps(core: Core, inputs: Inputs, state: Tensors, repeats: int) -> RangeTimes:
     """Return median seconds of short ranges from the first step; leave no trace.
 
     The executor's own functions run them.
     """
 
-    def trial(watch: Stopwatch, steps: int) -> None:
+    def trial(lap: _Lap, steps: int) -> None:
         shapes: Shapes = []
-        with watch.lap():
+        with lap():
             core.advance(inputs, 0, [steps], state, None)
-        with watch.lap():
+        with lap():
             tape = core.record(inputs, 0, steps, state, noting(shapes))
         gradients = gradients_like(core, tape, shapes, steps)
-        with watch.lap(), muted_hooks(core.parameters):
+        with lap(), muted_hooks(core.parameters):
             core.backpropagate(tape, gradients)
 
     with core.ambient.measured():
@@ -88,26 +75,33 @@ def time_calls(
     Each call takes a number of steps, and the three run in turn.
     """
 
-    def trial(watch: Stopwatch, length: int) -> None:
+    def trial(lap: _Lap, length: int) -> None:
         for call in calls:
-            with watch.lap():
+            with lap():
                 call(length)
 
     return _range_times(trial, steps, repeats, device)
 
 
 def _range_times(
-    trial: Callable[[Stopwatch, int], None], steps: int, repeats: int, device: torch.device
+    trial: Callable[[_Lap, int], None], steps: int, repeats: int, device: torch.device
 ) -> RangeTimes:
+    seconds: list[float] = []
+
+    @contextmanager
+    def lap() -> Iterator[None]:
+        start = now(device)  # once the device has finished its work
+        yield
+        seconds.append(now(device) - start)
+
     medians = []
     longest = min(steps, _LONG)
     for length in sorted({1, longest}):
-        trial(Stopwatch(device), length)  # a first call may allocate or compile
-        watches = [Stopwatch(device) for _ in range(repeats)]
-        for watch in watches:
-            trial(watch, length)
-        laps = zip(*(watch.seconds for watch in watches), strict=True)
-        medians.append([statistics.median(times) for times in laps])
+        trial(lap, length)  # a first call may allocate or compile
+        seconds.clear()
+        for _ in range(repeats):
+            trial(lap, length)
+        medians.append([statistics.median(seconds[i::3]) for i in range(3)])
     pairs = zip(medians[0], medians[-1], strict=True)
     return RangeTimes(*(linear_time(short, long, longest) for short, long in pairs))
 

@@ -24,7 +24,7 @@ from retrograde.errors import ScheduleError
 from retrograde.plan.steps.mixed import Mixed
 from retrograde.plan.steps.tables import MOST_SUMS, Tables, lower_bound, sums
 from retrograde.plan.steps.unfold import Parts
-from retrograde.schedule import Schedule, Units, merge
+from retrograde.schedule import Schedule, Units
 
 __all__ = ["best_cost", "best_costs", "best_schedule", "closed_form"]
 
@@ -39,7 +39,7 @@ def best_schedule(length: int, memory: int, units: Units, policy: str) -> Schedu
     in the unit of the sizes. ScheduleError where ``"msm"`` needs too large a table."""
     parts, held = Parts(), True
     if memory >= _enough(length, units):
-        root, bound = parts.record(0, length), length
+        root, bound = parts.add(0, length), length
     elif form := closed_form(memory, units, policy):
         root, bound = form.schedule(length, parts), form.cost(length)
     elif table := _table(length, memory, units, policy):
@@ -49,10 +49,9 @@ def best_schedule(length: int, memory: int, units: Units, policy: str) -> Schedu
         return _rounded(length, memory, units)
     else:
         raise _too_large(length, memory, units)
-    schedule = parts.unfold(
+    return parts.schedule(
         root, length=length, policy=policy, memory=memory, units=units, bound=bound, held=held
     )
-    return merge(schedule)
 
 
 def best_cost(length: int, memory: int, units: Units, policy: str) -> int:

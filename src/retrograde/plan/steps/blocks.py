@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from retrograde.plan.steps.best import best_schedule
 from retrograde.plan.steps.mixed import Mixed
+from retrograde.plan.steps.unfold import Parts
 from retrograde.schedule import Schedule, Units, Verb
 
 __all__ = ["Blocks"]
@@ -38,24 +38,37 @@ class Blocks:
         others = self.count - 1
         return (Mixed(self.memory - 1, self.held).cost(others) - others) * self.steps
 
-    def schedule(self, units: Units) -> Schedule:
-        """Return the cheapest schedule of blocks as one of steps. An advance is divided into chunks
-        and a record or a backward into blocks, for each is a call."""
-        sizes = Units(alpha=self.held + 1, beta=self.held, core=0, initial=1)
-        plan = best_schedule(self.count, self.memory, sizes, "best")
+    def plan(self, parts: Parts) -> tuple[int, int, int]:
+        """Add the parts of the cheapest schedule of blocks. Returns the number of the whole, the
+        forward steps, and the calls that advance."""
+        form, missing = Mixed(self.memory - 1, self.held), self.count * self.steps - self.length
+        root = form.schedule(self.count, parts)
+        first = parts.first_advances(root)  # all that run the first block but do not record it
+        forward_steps = form.cost(self.count) * self.steps - missing * (len(first) + 1)
+
+        def calls(blocks: int, missing: int = 0) -> int:
+            return -(-(blocks * self.steps - missing) // self.chunk)
+
+        advances = parts.total(root, lambda row: calls(row[0]))
+        return root, forward_steps, advances + sum(calls(a, missing) - calls(a) for a in first)
+
+    def schedule(self, parts: Parts, root: int, units: Units) -> Schedule:
+        """Return a schedule of blocks as one of steps. An advance is divided into chunks and a
+        record or a backward into blocks, for each is a call."""
+        kind, starts, stops = parts.actions(root, self.count)
         bounds = self.length - self.steps * np.arange(self.count, -1, -1)
         bounds[0] = 0
-        advances, backward = plan.kind == Verb.ADVANCE, plan.kind == Verb.BACKWARD
-        runs = bounds[plan.stop] - bounds[plan.start]
-        calls = np.where(advances, -(-runs // self.chunk), plan.stop - plan.start)
+        advances, backward = kind == Verb.ADVANCE, kind == Verb.BACKWARD
+        runs = bounds[stops] - bounds[starts]
+        calls = np.where(advances, -(-runs // self.chunk), stops - starts)
         calls = np.maximum(calls, 1)  # a store, a load and a free have no steps
-        of = np.repeat(np.arange(len(plan)), calls)
+        of = np.repeat(np.arange(len(kind)), calls)
         nth = np.arange(len(of)) - (np.cumsum(calls) - calls)[of]
         nth = np.where(backward[of], calls[of] - 1 - nth, nth)
-        start, stop = plan.start[of], plan.stop[of]
+        start, stop = starts[of], stops[of]
         first = bounds[np.minimum(start + nth, self.count)]
         last = bounds[np.minimum(start + nth + 1, stop)]
         chunked = bounds[start] + nth * self.chunk
         start = np.where(advances[of], chunked, first)
         stop = np.where(advances[of], np.minimum(chunked + self.chunk, bounds[stop]), last)
-        return Schedule(self.length, plan.policy, None, units, plan.kind[of], start, stop)
+        return Schedule(self.length, "best", None, units, kind[of], start, stop)

@@ -27,10 +27,9 @@ A cost or a split takes a few binomials and is exact at any size. A schedule tak
 parts (a few for each slot and repetition) and the actions.
 """
 
-from collections.abc import Callable
 from math import comb
 
-from retrograde.plan.steps.unfold import NOTHING, Parts, check_size, recall
+from retrograde.plan.steps.unfold import Part, Parts, check_size
 
 __all__ = [
     "hsm_cost",
@@ -41,8 +40,6 @@ __all__ = [
     "repetitions",
     "split_of",
 ]
-
-_Part = tuple[int, int, int]  # steps, slots, the most repetitions of a step after its first run
 
 
 def hsm_cost(length: int, memory: int) -> int:
@@ -116,19 +113,19 @@ def hsm_parts(length: int, memory: int, parts: Parts) -> int:
     """Add the parts of HSM's schedule with the fewest actions; returns the number of the whole.
 
     >>> parts = Parts()
-    >>> print(parts.unfold(hsm_parts(2, 1, parts), length=2, policy="hsm"))
+    >>> print(parts.schedule(hsm_parts(2, 1, parts), length=2, policy="hsm"))
     store 0, advance 0→1, record 1→2, backward 2→1, load 0, record 0→1, backward 1→0, free 0
     """
     check_size(length, 4 * length)
 
-    def describe(part: _Part, number: Callable[[_Part], int]) -> int:
-        steps, slots, r = part
+    def divide(part: tuple[int, int, int]) -> Part:
+        steps, slots, r = part  # and the most repetitions of a step after its first run
         if steps == 1:
-            return parts.record(0, 1)
+            return Part(0, 1)
         y = split_of(steps, slots, r)
-        left = number((y, slots, r - 1))
+        left = (y, slots, r - 1)
         if steps - y == 1:  # state y is current when the last step runs, so it needs no slot
-            return parts.record(y, 1, NOTHING, left)
-        return parts.store(y, number((steps - y, slots - 1, r)), left)
+            return Part(y, 1, None, left)
+        return Part(y, 0, (steps - y, slots - 1, r), left)
 
-    return recall((length, memory, repetitions(length, memory)), describe)
+    return parts.gather((length, memory, repetitions(length, memory)), divide)

@@ -24,13 +24,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate, chain, repeat
-from math import ceil, comb, isqrt
+from math import comb, isqrt
 
 import numpy as np
 from numpy.typing import NDArray
 
 from retrograde.errors import ScheduleError
-from retrograde.plan.steps.unfold import NOTHING, Parts
+from retrograde.plan.steps.unfold import Part, Parts
 
 __all__ = ["Mixed"]
 
@@ -57,28 +57,33 @@ class Mixed:
 
     def cost(self, length: int) -> int:
         """Return C(t, M + 1), the fewest forward steps."""
-        return ceil(self.hull(length))
+        whole, more, w = self._hull(length)
+        return whole - (-more // w)
 
     def hull(self, length: int) -> int | Fraction:
         """Return the convex function of t whose ceiling is the cost."""
+        whole, more, w = self._hull(length)
+        return whole + (Fraction(more, w) if more % w else more // w)
+
+    def _hull(self, length: int) -> tuple[int, int, int]:
+        """Return the hull as integers a, b, w: it is a + b/w."""
         if length <= 1 + self.records:
-            return length
+            return length, 0, 1
         if not self.wide and (beyond := self._twice() - length) >= 0:
             # q(q+1)/2 · β is T(2) less the steps of the corner below the edge w = q·β
             q = min(self.records, (isqrt(1 + 8 * (beyond // self.beta)) - 1) // 2)
             if q == self.records:
-                return 2 * length - 1 - q
+                return 2 * length - 1 - q, 0, 1
             q += 1
             more = q * (q + 1) // 2 * self.beta - beyond
-            return 2 * length - 1 - q + Fraction(more, q * self.beta)
+            return 2 * length - 1 - q, more, q * self.beta
         n, corners = self._corners(length)
         i = bisect_left(corners, length, key=lambda corner: corner[0])
         steps, cost, w = corners[i]
         if i == 0:
-            return cost - n * (steps - length)
+            return cost - n * (steps - length), 0, 1
         steps, cost, _ = corners[i - 1]
-        more = length - steps
-        return cost + n * more + (Fraction(more, w) if more % w else more // w)
+        return cost + n * (length - steps), length - steps, w
 
     def costs(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
         """As :meth:`cost`, for many lengths from 1 to below 2³¹."""
@@ -163,7 +168,7 @@ class Mixed:
     def schedule(self, length: int, parts: Parts) -> int:
         """Add the parts of a cheapest schedule; returns the number of the whole."""
         if length <= 1 + self.records:
-            return parts.record(0, length)
+            return parts.add(0, length)
         n, w = self.slope(length) if self.levels < _MOST_CELLS // 6 else (2, 0)
         cells = 2 * (self.levels + 1) * (n + 1)
         if cells > _MOST_CELLS:
@@ -172,21 +177,12 @@ class Mixed:
                 f"units of memory, expected at most {_MOST_CELLS}: plan blocks of steps, or count "
                 "memory in larger units"
             )
-        return _Unfolding(self, n, w).describe(length, parts)
+        return parts.gather((0, self.levels, length, False), _Unfolding(self, n, w).divide)
 
 
-_Node = tuple[int, int, bool]  # level, steps, whether these are too few for the slope
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A part: ``advance`` steps, then ``recorded`` ones or, if 0, a stored state. ``right`` is the
-    part behind it, at the same slope; ``left``, the part of the ``advance`` steps, at one less."""
-
-    advance: int
-    recorded: int
-    right: _Node | None = None
-    left: _Node | None = None
+# A part: how much less its slope is than the whole's, its level, its steps, and whether these are
+# too few for the slope.
+_Node = tuple[int, int, int, bool]
 
 
 class _Steps:
@@ -226,48 +222,21 @@ class _Steps:
 
 
 class _Unfolding:
-    """The parts of one schedule, by depth: at depth d the slope is that of the whole, less d."""
+    """How the parts of one schedule are divided."""
 
     def __init__(self, form: Mixed, n: int, w: int) -> None:
         self.form = form
         below, above = ((n, w), (n, w - 1)) if w else ((n - 1, 1), (n, _ANY))
         self.low, self.high = _Steps(form, *below), _Steps(form, *above)
 
-    def describe(self, length: int, parts: Parts) -> int:
-        """Add all parts, each after those inside it; returns the number of the whole."""
-        root = (self.form.levels, length, False)
-        depths: list[dict[_Node, _Part]] = []
-        wanted = {root}
-        while wanted:
-            found: dict[_Node, _Part] = {}
-            waiting, wanted = [*wanted], set[_Node]()
-            while waiting:
-                node = waiting.pop()
-                if node not in found:
-                    found[node] = part = self._divide(len(depths), *node)
-                    waiting += [part.right] if part.right else []
-                    wanted |= {part.left} if part.left else set()
-            depths.append(found)
-        inside: dict[_Node | None, int] = {}
-        for found in reversed(depths):
-            here: dict[_Node | None, int] = {None: NOTHING}
-            for node in sorted(found):  # a right part has a lower level
-                part = found[node]
-                left = inside.get(part.left, NOTHING)
-                if not part.recorded and part.right and part.right[1] == 1:
-                    here[node] = parts.record(part.advance, 1, NOTHING, left)  # the working core
-                else:
-                    here[node] = parts.add(part.advance, part.recorded, here[part.right], left)
-            inside = here
-        return inside[root]
-
-    def _divide(self, depth: int, level: int, steps: int, scant: bool) -> _Part:
+    def divide(self, node: _Node) -> Part:
         """Divide a part, by the proof of proposition 5 in ``docs/science.md``."""
+        depth, level, steps, scant = node
         beta, wide = self.form.beta, self.form.wide
         if steps <= 1 + level // beta:
-            return _Part(0, steps)
+            return Part(0, steps)
         if level == 0 or steps == 2:  # the last step in the working core, and again
-            return _Part(steps - 1, 1, None, (level, steps - 1, False))
+            return Part(steps - 1, 1, None, (depth + 1, level, steps - 1, False))
         if scant:
             return self._divide_scant(depth, level, steps)
         low, high = self.low, self.high
@@ -277,22 +246,23 @@ class _Unfolding:
         most = high.at(depth + 1, level) if wide else 0
         if kept == high.recorded(depth, level):
             if not wide:
-                return _Part(0, kept, (0, steps - kept, False))
+                return Part(0, kept, (depth, 0, steps - kept, False))
         elif steps > 1 + most + high.at(depth, level - beta):
             # Two numbers of recorded steps are best at this slope, and the larger leaves too few.
             if steps >= low.at(depth + 1, level) + low.at(depth, level - 1):
                 return self._store(depth, level, steps)
             if wide:
-                return _Part(most, 0, (level - 1, steps - most, True), (level, most, False))
+                return _stored(depth, level, most, (depth, level - 1, steps - most, True))
             return self._divide_scant(depth, level, steps)
         y = min(most, steps - 1 - low.at(depth, level - beta)) if wide else 0
-        return _Part(y, 1, (level - beta, steps - 1 - y, False), (level, y, False) if y else None)
+        left = (depth + 1, level, y, False) if y else None
+        return Part(y, 1, (depth, level - beta, steps - 1 - y, False), left)
 
-    def _store(self, depth: int, level: int, steps: int) -> _Part:
+    def _store(self, depth: int, level: int, steps: int) -> Part:
         y = min(self.high.at(depth + 1, level), steps - self.low.at(depth, level - 1))
-        return _Part(y, 0, (level - 1, steps - y, False), (level, y, False))
+        return _stored(depth, level, y, (depth, level - 1, steps - y, False))
 
-    def _divide_scant(self, depth: int, level: int, steps: int) -> _Part:
+    def _divide_scant(self, depth: int, level: int, steps: int) -> Part:
         """Divide a part whose steps are between those of two numbers of recorded steps. Stored
         parts are so short that each is recorded whole. The levels below a record take the rest."""
         beta = self.form.beta
@@ -301,5 +271,12 @@ class _Unfolding:
         rest = self.high.at(depth, below) if self.form.wide else 1 + below // beta
         y = steps - rest if level == below + 1 else min(steps - rest, 1 + level // beta)
         scant = steps - y > rest
-        right = (level - 1, steps - y, True) if scant else (below, rest, False)
-        return _Part(y, 0, right, (level, y, False))
+        right = (depth, level - 1, steps - y, True) if scant else (depth, below, rest, False)
+        return _stored(depth, level, y, right)
+
+
+def _stored(depth: int, level: int, y: int, right: _Node) -> Part:
+    """Return a part that stores the state after ``y`` steps. A single step behind it is recorded in
+    the working core, from the current state."""
+    left = (depth + 1, level, y, False)
+    return Part(y, 1, None, left) if right[2] == 1 else Part(y, 0, right, left)

@@ -20,15 +20,13 @@ The policy ``"best"`` costs A(t, m). Without the third line of A, B(t, m−s) is
 :func:`lower_bound` takes m operations for each slope.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from retrograde.plan.steps.unfold import NOTHING, Parts, recall
+from retrograde.plan.steps.unfold import NOTHING, Part, Parts, compiled
 from retrograde.schedule import Units
 
 __all__ = ["MOST_SUMS", "Tables", "lower_bound", "sums"]
@@ -38,8 +36,6 @@ MOST_SUMS = 2 * 10**10  # some ten seconds
 _NEVER = 2**29  # more than any cost; twice as much fits 32 bits beside a length
 _LONGEST = 2**15 - 1  # a cost of t(t+1)/2 is below that
 _SHARES = 24  # slopes of a bound between two integers
-
-_Part = tuple[int, int, bool]  # steps, free units, whether the base is held
 
 
 def sums(length: int, memory: int) -> int:
@@ -61,8 +57,7 @@ class Tables:
     def fill(cls, length: int, memory: int, units: Units, *, reuse: bool) -> "Tables":
         """Fill the tables up to ``length`` steps and ``memory`` units, the initial state's too."""
         held, loose = np.full((2, memory + 1, length + 1), _NEVER, np.int32)
-        fill = _compiled(_fill)
-        fill(held, loose, units.state, units.alpha, units.beta, reuse)
+        compiled(_fill)(held, loose, units.state, units.alpha, units.beta, reuse)
         return cls(units, reuse, held, loose)
 
     def cost(self, length: Any, memory: Any) -> Any:
@@ -79,29 +74,25 @@ class Tables:
             held = self.loose[free, length] == self.held[free - self.units.state, length]
             free -= self.units.state if held else 0
 
-        def describe(part: _Part, number: Callable[[_Part], int]) -> int:
-            return self._describe(parts, part, number)
+        return parts.gather((length, free, held), self._divide), held
 
-        return recall((length, free, held), describe), held
-
-    def _describe(self, parts: Parts, part: _Part, number: Callable[[_Part], int]) -> int:
-        t, f, held = part
+    def _divide(self, part: tuple[int, int, bool]) -> Part:
+        t, f, held = part  # steps, free units, whether the base is held
         own = self.held if held else self.loose
         if t == 1:
-            return parts.record(0, 1)
+            return Part(0, 1)
         kept = self.units.beta if held else self.units.alpha
         if f >= kept and own[f, t] == 1 + self.held[f - kept, t - 1]:
-            return parts.record(0, 1, number((t - 1, f - kept, True)))
+            return Part(0, 1, (t - 1, f - kept, True))
         # A loose base is stored here until its last load. If it had to be stored until the part is
         # done, the part before would have stored it.
         room = f if held else f - self.units.state
         y = np.arange(1, t)
         best = y[y + self.loose[room, t - y] + own[f, y] == own[f, t]]
         at = int(best[-1])
-        left = number((at, f, held))
         stores = self._stores(t - at, room)
-        right = number((t - at, room - self.units.state if stores else room, stores))
-        return parts.add(at, 0 if stores else NOTHING, right, left, base=not held)
+        right = (t - at, room - self.units.state if stores else room, stores)
+        return Part(at, 0 if stores else NOTHING, right, (at, f, held), base=not held)
 
     def _stores(self, t: int, f: int) -> bool:
         """Whether a loose base is stored until its part is done."""
@@ -109,14 +100,6 @@ class Tables:
         if f < state or t == 1 or (f >= alpha and cost == 1 + self.held[f - alpha, t - 1]):
             return False
         return bool(cost == self.held[f - state, t])
-
-
-@cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    from numba import njit
-
-    compiled: Callable[..., Any] = njit(cache=True)(function)
-    return compiled
 
 
 def _fill(held: Any, loose: Any, state: int, alpha: int, beta: int, reuse: bool) -> None:
@@ -158,7 +141,7 @@ def lower_bound(length: int, memory: int, units: Units) -> int:
     Let V(f, x) be what the equations of A and B give for the greatest x·t − A(t, f) over all t.
     Then x·t − V(f, x) is a bound for every x.
     """
-    found: int = _compiled(_bound)(length, memory, units.state, units.alpha, units.beta)
+    found: int = compiled(_bound)(length, memory, units.state, units.alpha, units.beta)
     return max(length, found)
 
 

@@ -15,18 +15,22 @@ Complexity: linear in the actions, 17 bytes each. The one loop is interpreted fo
 and compiled by numba for those of more than :data:`INTERPRETED` actions.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from retrograde.errors import ScheduleError
 from retrograde.schedule import Chain, Schedule, Units, Verb
+from retrograde.schedule.merge import merged
 from retrograde.units import format_bytes
 
-__all__ = ["INTERPRETED", "LARGEST_BYTES", "NOTHING", "Parts", "check_size", "recall", "store_all"]
+__all__ = [
+    "INTERPRETED", "LARGEST_BYTES", "NOTHING", "Part", "Parts", "check_size", "compiled",
+    "store_all",
+]  # fmt: skip
 
 INTERPRETED = 20_000
 LARGEST_BYTES = 8 * 2**30
@@ -35,7 +39,8 @@ NOTHING = -1
 _ACTION_BYTES = 17
 
 _ADVANCE, _STORE, _RECORD, _LOAD, _FREE, _BACKWARD = (verb.value for verb in Verb)
-_Key = TypeVar("_Key")
+_Key = TypeVar("_Key", bound=Hashable)
+_Row = tuple[int, int, int, int, bool]
 _Verbs = NDArray[np.uint8]
 _Places = NDArray[np.int64]
 
@@ -51,42 +56,92 @@ def check_size(length: int, actions: int) -> None:
         )
 
 
+class Part(NamedTuple):
+    """A part: ``advance`` steps, then what it keeps, then the parts inside it, by any keys.
+
+    It keeps the internal states of ``keep`` steps, the hidden state if 0, or nothing if −1.
+    ``right`` is the part behind that, ``left`` the part of the ``advance`` steps. ``base`` is
+    whether it stores its own base until the load.
+    """
+
+    advance: int
+    keep: int
+    right: Hashable = None
+    left: Hashable = None
+    base: bool = False
+
+
 class Parts:
     """The distinct parts of one schedule, each described after the parts inside it.
 
     Example:
         >>> parts = Parts()
-        >>> last = parts.record(0, 1)
-        >>> whole = parts.store(2, last, parts.record(0, 2))
-        >>> print(parts.unfold(whole, length=3, policy="custom"))
+        >>> last = parts.add(0, 1)
+        >>> whole = parts.add(2, 0, last, parts.add(0, 2))
+        >>> print(parts.schedule(whole, length=3, policy="custom"))
         store 0, advance 0→2, store 2, record 2→3, backward 3→2, free 2, load 0, record 0→2,
         backward 2→0, free 0
     """
 
     def __init__(self) -> None:
-        self._rows: list[tuple[int, int, int, int, bool]] = []
-        self._actions: list[int] = []
+        self._rows: list[_Row] = []
 
-    def store(self, advance: int, right: int, left: int = NOTHING) -> int:
-        """Add a part that keeps the hidden state after ``advance`` steps; returns its number."""
-        return self.add(advance, 0, right, left)
-
-    def record(self, advance: int, steps: int, right: int = NOTHING, left: int = NOTHING) -> int:
-        """Add a part that keeps the internal states of ``steps`` ≥ 1 steps; returns its number.
-        ``right`` is the part after the last recorded step, ``left`` the part of the ``advance``
-        steps."""
-        return self.add(advance, steps, right, left)
-
-    def add(self, advance: int, keep: int, right: int, left: int, *, base: bool = False) -> int:
-        """Add a part that keeps ``keep`` recorded steps, a state if 0, or nothing if −1.
-        ``base`` is whether the part stores its own base until the load."""
-        mine = (advance > 0) + 2 * (keep >= 0) + (left != NOTHING) + 2 * base
-        inside = sum(self._actions[part] for part in (right, left) if part != NOTHING)
+    def add(
+        self, advance: int, keep: int, right: int = NOTHING, left: int = NOTHING, base: bool = False
+    ) -> int:
+        """Add a :class:`Part` whose parts inside are given by number; returns its number."""
         self._rows.append((advance, keep, right, left, base))
-        self._actions.append(mine + inside)
         return len(self._rows) - 1
 
-    def unfold(
+    def gather(self, root: _Key, divide: Callable[[_Key], Part]) -> int:
+        """Add a part and all parts inside it; returns its number. ``divide`` describes the part of
+        a key, and is asked once for each."""
+        known: dict[Hashable, int] = {None: NOTHING}
+        divided: dict[Hashable, Part] = {}
+        waiting: list[Any] = [root]
+        while waiting:
+            key = waiting.pop()
+            if key in known:
+                continue
+            if key not in divided:
+                part = divided[key] = divide(key)
+                waiting += (key, part.right, part.left)
+                continue
+            advance, keep, right, left, base = divided[key]
+            known[key] = self.add(advance, keep, known[right], known[left], base)
+        return known[root]
+
+    def total(self, root: int, own: Callable[[_Row], int]) -> int:
+        """Return the sum of ``own`` over all occurrences of parts in a whole."""
+        sums = [0] * (len(self._rows) + 1)  # the last is that of NOTHING
+        for part, row in enumerate(self._rows):
+            sums[part] = own(row) + sums[row[2]] + sums[row[3]]
+        return sums[root]
+
+    def first_advances(self, root: int) -> list[int]:
+        """Return the lengths of all advances from the beginning of a whole."""
+        found = []
+        while root != NOTHING and (advance := self._rows[root][0]):
+            found.append(advance)
+            root = self._rows[root][3]
+        return found
+
+    def actions(
+        self, root: int, length: int, *, held: bool = True
+    ) -> tuple[_Verbs, _Places, _Places]:
+        """Write out a part: the verbs and positions of its actions, with ranges not yet merged. If
+        ``held``, they are between ``Store(0)`` and ``Free(0)``."""
+        size = self.total(root, _actions) + 2 * held
+        check_size(length, size)
+        kind = np.empty(size, np.uint8)
+        start, stop = np.empty(size, np.int64), np.empty(size, np.int64)
+        if size > INTERPRETED:
+            compiled(_unfold)(np.array(self._rows, np.int64), root, held, kind, start, stop)
+        else:
+            _unfold(self._rows, root, held, kind, start, stop)
+        return kind, start, stop
+
+    def schedule(
         self,
         root: int,
         *,
@@ -97,57 +152,21 @@ class Parts:
         bound: int | float | None = None,
         held: bool = True,
     ) -> Schedule:
-        """Write out a part, with ranges not yet merged; if ``held``, between ``Store(0)`` and
-        ``Free(0)``. The other arguments are those of :class:`~retrograde.schedule.Schedule`."""
-        size = self._actions[root] + 2 * held
-        check_size(length, size)
-        kind = np.empty(size, np.uint8)
-        start, stop = np.empty(size, np.int64), np.empty(size, np.int64)
-        rows = np.array(self._rows, np.int64)
-        if size > INTERPRETED:
-            _compiled()(rows, root, held, kind, start, stop)
-        else:
-            _unfold(rows.tolist(), root, held, kind, start, stop)
-        return Schedule(length, policy, memory, units or Units(), kind, start, stop, bound)
+        """Return a part as a schedule, in the longest ranges; ``held`` is that of :meth:`actions`,
+        and the others are those of :class:`~retrograde.schedule.Schedule`."""
+        actions = merged(*self.actions(root, length, held=held))
+        return Schedule(length, policy, memory, units or Units(), *actions, bound)
 
 
-def recall(root: _Key, describe: Callable[[_Key, Callable[[_Key], int]], int]) -> int:
-    """Describe a part and all parts inside it, each distinct one once; returns its number.
-
-    ``describe`` adds the part of a key. It may ask for the numbers of the parts inside, and is
-    called again once a missing one is known.
-
-    >>> recall(5, lambda n, number: number(n - 1) + n if n else 0)
-    15
-    """
-    known: dict[_Key, int] = {}
-    waiting = [root]
-
-    def number(key: _Key) -> int:
-        if key not in known:
-            raise _MissingError(key)
-        return known[key]
-
-    while waiting:
-        try:
-            known[waiting[-1]] = describe(waiting[-1], number)
-            waiting.pop()
-        except _MissingError as missing:
-            waiting.append(missing.key)
-    return known[root]
+def _actions(row: _Row) -> int:
+    advance, keep, _, left, base = row
+    return (advance > 0) + 2 * (keep >= 0) + (left != NOTHING) + 2 * base
 
 
 def store_all(length: int, units: Units | Chain | None = None) -> Schedule:
     """Ordinary backpropagation through time: every step is recorded once, in one range."""
     parts = Parts()
-    return parts.unfold(parts.record(0, length), length=length, policy="store-all", units=units)
-
-
-class _MissingError(LookupError):
-    """The number of a part that is not described yet was asked for."""
-
-    def __init__(self, key: Any) -> None:
-        self.key = key
+    return parts.schedule(parts.add(0, length), length=length, policy="store-all", units=units)
 
 
 def _unfold(rows: Any, root: int, held: bool, kind: _Verbs, start: _Places, stop: _Places) -> None:
@@ -188,8 +207,9 @@ def _unfold(rows: Any, root: int, held: bool, kind: _Verbs, start: _Places, stop
 
 
 @cache
-def _compiled() -> Callable[..., None]:
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function as compiled by numba, which is imported on the first call."""
     from numba import njit
 
-    compiled: Callable[..., None] = njit(cache=True)(_unfold)
-    return compiled
+    made: Callable[..., Any] = njit(cache=True)(function)
+    return made

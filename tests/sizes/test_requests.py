@@ -8,8 +8,8 @@ from torch import nn
 
 import retrograde as rg
 from oracles.caching_allocator import MIB, CachingAllocator
-from retrograde.measure import allocations
-from retrograde.measure.requests import Event, requested, requests
+from retrograde.sizes import allocations
+from retrograde.sizes.requests import Event, requested, requests
 
 CPU = torch.device("cpu")
 HISTORIES = 60

@@ -7,7 +7,7 @@ Only the calling thread is seen. The process has one such profiler, so threads t
 user already runs it, torch's older profiler serves, on a thread of its own, since the two do not
 nest. It gives sizes without addresses, so releases are matched to blocks by size (:func:`_paired`).
 
-On CUDA a block counts as the bytes that were requested (:mod:`retrograde.measure.requests`), beside
+On CUDA a block counts as the bytes that were requested (:mod:`retrograde.sizes.requests`), beside
 the user's profiler as the bytes of the block.
 
 Known limits: it does not see Python objects, memory that an allocator caches, and memory that a
@@ -18,12 +18,11 @@ import contextvars
 import gc
 import math
 import os
-import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -40,43 +39,13 @@ from torch._C._profiler import (
 from torch.autograd import profiler
 from torch.overrides import _get_current_function_mode_stack
 
-from retrograde.measure.interrupts import interrupts_put_off
-from retrograde.measure.requests import Event, requests
+from retrograde.machine import MEASURING, unpacked
+from retrograde.sizes.requests import Event, requests
 from retrograde.units import format_bytes
 
-__all__ = [
-    "MEASURING", "Measurement", "Phase", "is_profiled", "measure", "measure_phases", "unpacked",
-]  # fmt: skip
+__all__ = ["Measurement", "Phase", "is_profiled", "measure", "measure_phases"]
 
 T = TypeVar("T")
-
-
-class _Turn:
-    """A reentrant lock, which a thread started in a copy of the holder's context holds too."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._holder: object = None
-        self._mine: contextvars.ContextVar[object] = contextvars.ContextVar("turn", default=None)
-        self.depth = 0
-
-    def __enter__(self) -> None:
-        mine = self._mine.get()
-        if mine is None or mine is not self._holder:
-            self._lock.acquire()
-            self._holder = object()
-            self._mine.set(self._holder)
-        self.depth += 1
-
-    def __exit__(self, *_: object) -> None:
-        self.depth -= 1
-        if not self.depth:
-            self._holder = None
-            self._lock.release()
-
-
-#: Held by a thread while it measures or tries a call, since both change state of the process.
-MEASURING = _Turn()
 
 
 @dataclass(frozen=True)
@@ -222,28 +191,23 @@ def _observe(
     fn: Callable[[], T], device: torch.device, *, oldest: bool
 ) -> tuple[T, int, int, list[Event]]:
     """Run a call and return its value, its start and end in ns, and its memory events."""
-    with MEASURING, interrupts_put_off() as interruptible, _uncollected(), unpacked():
+    with MEASURING, _uncollected(), unpacked():
         _synchronize(device)
         if is_profiled():
             return _beside(fn, device, oldest)
         with requests(device) as as_requested:
-            value, start_ns, stop_ns, events = _alone(fn, device, interruptible)
+            value, start_ns, stop_ns, events = _alone(fn, device)
             return value, start_ns, stop_ns, as_requested(events)
 
 
-def _alone(
-    fn: Callable[[], T],
-    device: torch.device,
-    interruptible: Callable[[], AbstractContextManager[object]],
-) -> tuple[T, int, int, list[Event]]:
-    """Measure by torch's profiler, limited to memory events. The profiler is always stopped: one
-    that an interrupt left running would fail when the process ends."""
-    _start_profiler()
-    start_ns = time.time_ns()
+def _alone(fn: Callable[[], T], device: torch.device) -> tuple[T, int, int, list[Event]]:
+    """Measure by torch's profiler, limited to memory events. The profiler is stopped after an
+    error or Ctrl-C too: one that was left running would fail when the process ends."""
     try:
-        with interruptible():
-            value = fn()
-            _synchronize(device)
+        _start_profiler()
+        start_ns = time.time_ns()
+        value = fn()
+        _synchronize(device)
     finally:
         stop_ns = time.time_ns()
         torch._C._autograd._enable_record_function(True)
@@ -316,22 +280,6 @@ def _on_a_fresh_thread(call: Callable[[], T], device: torch.device) -> T:
 
     with ThreadPoolExecutor(1, "retrograde-measure") as thread:
         return thread.submit(run).result()
-
-
-@contextmanager
-def unpacked() -> Iterator[None]:
-    """Record without the caller's saved-tensor hooks, such as those of ``torch.utils.checkpoint``.
-    A trial or a measurement is not the caller's graph."""
-    autograd: Any = torch._C._autograd
-    hooks = []
-    while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
-        hooks.append(top)
-        autograd._pop_saved_tensors_default_hooks()
-    try:
-        yield
-    finally:
-        for pack, unpack in reversed(hooks):
-            autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 @contextmanager

@@ -5,14 +5,14 @@ import time
 
 import pytest
 
-from retrograde.measure import patience
+from retrograde.sizes import cache as module
 from retrograde.sizes.cache import LRUCache
 
 
 @pytest.mark.parametrize("terminal", [False, True])
 @pytest.mark.parametrize("slow", [False, True])
 def test_a_slow_measurement_says_so_once_on_a_terminal(terminal, slow, monkeypatch, capsys):
-    monkeypatch.setattr(patience, "PATIENCE", 0.05)
+    monkeypatch.setattr(module, "_PATIENCE", 0.05)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
     cache: LRUCache[int] = LRUCache()
 
@@ -22,6 +22,4 @@ def test_a_slow_measurement_says_so_once_on_a_terminal(terminal, slow, monkeypat
 
     assert cache.get("outer", find) == 1
     said = capsys.readouterr().err
-    expected = ["a first call of this kind", "that took 0 s"] if terminal and slow else []
-    assert len(said.splitlines()) == len(expected)
-    assert all(text in said for text in expected)
+    assert said.count("a first call of this kind") == (terminal and slow)

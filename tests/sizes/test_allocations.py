@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from retrograde import measure
-from retrograde.measure import allocations
-from retrograde.measure.allocations import measure_phases
+from retrograde.sizes import allocations
+from retrograde.sizes.allocations import measure_phases
 
 
 def test_every_byte_of_a_known_call_is_seen():

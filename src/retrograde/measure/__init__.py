@@ -1,1 +1,0 @@
-"""Measure the bytes of a call."""
