@@ -14,7 +14,6 @@ wrote to, entries of lists longer than a thousand, and what cannot be found from
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -24,7 +23,7 @@ from torch import Tensor
 from retrograde.errors import CellError
 from retrograde.measure.allocations import MEASURING, unpacked
 from retrograde.replay.captured import distinct, foreign_tensors
-from retrograde.replay.generators import OwnDraws, Source, draws_python, is_alone, sources
+from retrograde.replay.generators import Source, draws_python, sources
 from retrograde.replay.places import (
     ABSENT,
     HandsOn,
@@ -165,15 +164,9 @@ class _Trial(Generic[T]):
                 mark, value = self.once()
                 if more := changes(noted).keys() - again - graphs:
                     raise self.refusal(more)
-        if self.drawn and not is_alone():
-            del value
-            drawn, self.drawn = self.drawn, ()  # a generator of another thread's is not rewound
-            ours = OwnDraws(drawn)
-            mark, value = self.once(ours)
-            self.drawn = tuple(s for s in drawn if s in ours.drawn or draws_python(s))
         return mark, value
 
-    def once(self, watch: OwnDraws | None = None) -> tuple[int, T]:
+    def once(self) -> tuple[int, T]:
         """Call from the states at the beginning. Return autograd's sequence number, and the result.
 
         Autocast's weight cache is off: casts of an earlier call would look like tensors from
@@ -183,8 +176,7 @@ class _Trial(Generic[T]):
         cached = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         try:
-            with watch or nullcontext():
-                found = torch._C._autograd._get_sequence_nr(), self.call()
+            found = torch._C._autograd._get_sequence_nr(), self.call()
         finally:
             torch.set_autocast_cache_enabled(cached)
             pairs = self.sources.items()

@@ -131,7 +131,7 @@ class _Recurrence(torch.autograd.Function):
                 "the cell wrote in place to an input, an initial state or a parameter during the "
                 "forward pass: expected them to stay as they are; return new tensors instead"
             )
-        ctx.moved = core.ambient.steady.changes(ctx.marks)
+        core.ambient.steady.refuse_changes(ctx.marks)
         core.ambient.cut()
         ctx.versions = versions[n_inputs + n_state :]
         ctx.n_held = len(held)
@@ -152,7 +152,7 @@ class _Recurrence(torch.autograd.Function):
         run: Run = ctx.run
         parameters = run.core.parameters
         layout: Layout = ctx.layout
-        rerun = run.core.ambient.rerun(ctx.marks, ctx.moved)
+        rerun = run.core.ambient.rerun(ctx.marks)
         needs = ctx.needs_input_grad[_OTHERS:]
         if torch.is_grad_enabled():
             with rerun, ctx.autocast, muted_hooks(parameters):

@@ -83,9 +83,9 @@ def run_stream(
     with autocast_as_now(device), muted_hooks(core.parameters), copying:
         after = run.forward(inputs, state, lambda start, stop, values: _add(total, values))
         gradients.states = [None] * len(after)
-        moved = core.ambient.steady.changes(marks)
+        core.ambient.steady.refuse_changes(marks)
         core.ambient.cut()
-        with core.ambient.rerun(marks, moved):
+        with core.ambient.rerun(marks):
             run.backward(inputs, gradients)
             core.complete()
     if versions != [version(t) for t in mine]:
