@@ -63,7 +63,9 @@ def drawing(*draws):
 
 
 #: What a refusal says while another thread draws from a global generator.
-TOLD = "drew random numbers .*; if another thread drew them, let it .* of its own|another thread drew"
+TOLD = (
+    "drew random numbers .*; if another thread drew them, let it .* of its own|another thread drew"
+)
 GLOBAL = [lambda: torch.rand(()), random.random, np.random.rand]
 
 

@@ -26,7 +26,7 @@ from retrograde.replay.captured import LeafWatch
 from retrograde.run.core import Core, Emit, Gate, Gradients, Tape, as_leaf, window
 from retrograde.run.inputs import Inputs
 from retrograde.run.layout import Layout
-from retrograde.run.states import Packed, apart, each_once, pack
+from retrograde.run.states import apart, each_once
 from retrograde.schedule import Action, Backward, Load
 
 __all__ = ["AutogradCore", "Settled", "run_ordinary"]
@@ -119,9 +119,6 @@ class AutogradCore(Core):
             return super().cuts(actions, length)
         loaded = {a.at for a in actions if isinstance(a, Load)}
         return sorted(loaded | {a.start for a in actions if isinstance(a, Backward)})
-
-    def stored(self, state: Tensors) -> Sequence[Tensor | Packed]:
-        return pack(state)
 
     def advance(
         self, inputs: Inputs, start: int, stops: Sequence[int], state: Tensors, emit: Emit | None
