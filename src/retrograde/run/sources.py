@@ -14,7 +14,7 @@ values. There are four kinds:
 torch allocates what is read, so :mod:`retrograde.measure.allocations` counts it. The pages of a
 memory map belong to the operating system and are not counted.
 
-Inputs in main memory serve a model on a GPU: :mod:`retrograde.run.moved` moves what is read.
+Inputs in main memory serve a model on a GPU: what is read is moved (:class:`Moved`).
 """
 
 import operator
@@ -33,9 +33,8 @@ from retrograde.errors import CellError
 from retrograde.replay.generators import OwnRandom, random_position
 from retrograde.replay.trees import Structure, flatten
 from retrograde.run.inputs import check_length
-from retrograde.run.moved import Moved
 
-__all__ = ["Arrays", "Source", "Spool", "Steps", "Stream", "open_source"]
+__all__ = ["Arrays", "Moved", "Source", "Spool", "Steps", "Stream", "open_source"]
 
 Tensors = list[Tensor]
 
@@ -226,6 +225,28 @@ class Spool:
         for x in leaves:
             self.file.write(_raw(x.cpu().contiguous()))
         self.count += 1
+
+
+class Moved:
+    """A source whose tensors in main memory are moved to a GPU as they are read. They are copied
+    through pinned memory, so the program does not wait for it."""
+
+    def __init__(self, source: Source, device: torch.device) -> None:
+        self.source, self.device = source, device
+        self.structure, self.trained = source.structure, source.trained
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int | slice) -> Tensors:
+        parts = zip(self.source[index], self.trained, strict=True)
+        return [self._moved(t) if trained is None else t for t, trained in parts]
+
+    def _moved(self, t: Tensor) -> Tensor:
+        if t.device.type != "cpu":
+            return t
+        pinned = t.pin_memory() if self.device.type == "cuda" else t
+        return pinned.to(self.device, non_blocking=True)
 
 
 @dataclass(frozen=True)
