@@ -97,7 +97,8 @@ class _Outputs:
     def emit(self, start: int, stop: int, values: Tensors) -> None:
         if not self.tensors:
             self.tensors = self.layout.allocate(values)
-        self.layout.put(self.tensors, window(self.core, start, stop), values)
+        detached = [y.detach() for y in values]
+        self.layout.put(self.tensors, window(self.core, start, stop), detached)
 
 
 class _Recurrence(torch.autograd.Function):
