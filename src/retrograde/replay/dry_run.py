@@ -328,8 +328,9 @@ class _Rewritten:
         for owner in self.owners:
             if places and owner.captured and owner.changed:
                 (t,) = owner.tensors
+                name = first_named(places, t) or "a place that cannot be found"
                 raise CellError(
-                    f"the cell writes in place to {first_named(places, t)}, a tensor of shape "
+                    f"the cell writes in place to {name}, a tensor of shape "
                     f"{tuple(t.shape)} that it captured: expected it to stay unchanged; register "
                     "it as a buffer of a module, or make it part of the state"
                 )

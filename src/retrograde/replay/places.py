@@ -76,15 +76,11 @@ class Place(ABC):
 
     def changed(self, seen: Seen) -> set[Any]:
         """Return the names whose values differ from the noted ones."""
-        now = self._now()
+        now = self.note()
         if len(now) == len(seen) and all(map(is_, now.values(), seen.values())):
             return set() if now.keys() == seen.keys() else {*now, *seen}
         both = now.keys() & seen.keys()
         return (now.keys() ^ seen.keys()) | {k for k in both if not _equal(now[k], seen[k])}
-
-    def _now(self) -> Seen:
-        """Return the values, to compare them at once."""
-        return self.note()
 
     def restore(self, seen: Seen) -> None:
         """Set the noted values; a container that is too long to be noted stays."""
@@ -110,9 +106,6 @@ class Entries(Place):
     ) -> None:
         super().__init__(holder, name, names)
         self.registered = registered
-
-    def _now(self) -> Seen:
-        return self.note() if self.but or self.names is not None else self.holder
 
     def read(self) -> Seen:
         if self.names is None:
@@ -310,7 +303,6 @@ def _equal(a: Any, b: Any) -> bool:
     return isinstance(a, _PLAIN) and bool(a == b)
 
 
-def first_named(places: Sequence[Place], value: Any) -> str:
+def first_named(places: Iterable[Place], value: Any) -> str | None:
     """Return the name of the first place that holds a value."""
-    found = (p.called(k) for p in places for k, v in p.read().items() if v is value)
-    return next(found, "a place that cannot be found")
+    return next((p.called(k) for p in places for k, v in p.read().items() if v is value), None)

@@ -102,10 +102,6 @@ class Referents:
         alike = (p for p in self.places if p.holder is place.holder)
         return any(p.names is None or key in p.names for p in alike)
 
-    def holds(self, t: Tensor) -> bool:
-        """Return whether a place holds a tensor."""
-        return any(value is t for place in self.places for value in place.read().values())
-
 
 def find_referents(parts: Sequence[Any]) -> Referents:
     """Find all that the functions and objects that a cell is made from refer to.

@@ -114,9 +114,9 @@ class Steady:
             return
         read = self.found.read()
         yield from (slot.called for slot in changed if read.reads(slot.place, slot.key))
-        for t in filter(read.holds, written):
-            shape = f"a tensor of shape {tuple(t.shape)}"
-            yield f"{first_named(self.places, t)}, {shape}, in place"
+        for t in written:
+            if (name := first_named(read.places, t)) is not None:
+                yield f"{name}, a tensor of shape {tuple(t.shape)}, in place"
 
 
 def _unsteady(layer: str | None, did: str, remedy: str, more: str = "") -> CellError:

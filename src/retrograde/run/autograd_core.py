@@ -51,7 +51,6 @@ class Graph(Tape):
     """A tape that is an autograd graph, of one call or, for a cell, of several steps."""
 
     state: Tensors  # the leaves that the range begins with
-    last: bool  # whether it ends with the last step of all
     output_edges: list[GradientEdge | None]  # one edge for the outputs of several steps
     state_edges: list[GradientEdge | None]
 
@@ -168,7 +167,6 @@ class AutogradCore(Core):
             wanted=[t.requires_grad for t in x],
             passes=[edge is not None for edge in state_edges],
             state=first,
-            last=last,
             output_edges=output_edges,
             state_edges=state_edges,
             state_after=each_once(Tensor.detach, after),

@@ -21,8 +21,9 @@ import operator
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, SupportsIndex
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Protocol, SupportsIndex, cast
 
 import numpy as np
 import torch
@@ -76,22 +77,26 @@ def open_source(inputs: Any, length: SupportsIndex | None, device: torch.device)
                 [2., 2.]])])
     """
     steps = None if length is None else _whole(length)
-    source = _opened(inputs, steps, device)
+    leaves = [leaf for leaf in pytree.tree_leaves(inputs) if leaf is not None]
+    source: Source
+    if all(map(_is_array, leaves)):
+        source = Arrays.of(inputs, steps)
+    else:
+        source = Steps(_reader(inputs, device), _told(steps, inputs), device)
     return source if device.type == "cpu" else Moved(source, device)
 
 
-def _opened(inputs: Any, steps: int | None, device: torch.device) -> "Arrays | Steps":
-    leaves = [leaf for leaf in pytree.tree_leaves(inputs) if leaf is not None]
-    if all(map(_is_array, leaves)):
-        return Arrays.of(inputs, steps)
+def _reader(inputs: Any, device: torch.device) -> Callable[[int], Any]:
+    """Return a function of the step that reads its input."""
     if hasattr(inputs, "__next__"):
-        return Steps(Spool(inputs, device), _told(steps, inputs), device)
-    if hasattr(inputs, "__getitem__") and not isinstance(inputs, list | tuple | dict):
-        return Steps(inputs.__getitem__, _told(steps, inputs), device)
-    if hasattr(inputs, "__iter__") and not isinstance(inputs, list | tuple | dict):
-        return Steps(Spool(iter(inputs), device), _told(steps, inputs), device)
-    if callable(inputs):
-        return Steps(inputs, _told(steps, inputs), device)
+        return Spool(inputs, device)
+    if not isinstance(inputs, list | tuple | dict):
+        if hasattr(inputs, "__getitem__"):
+            return cast(Callable[[int], Any], inputs.__getitem__)
+        if hasattr(inputs, "__iter__"):
+            return Spool(iter(inputs), device)
+        if callable(inputs):
+            return cast(Callable[[int], Any], inputs)
     raise CellError(
         f"cannot read inputs from a {type(inputs).__name__}: expected a pytree of tensors or "
         "arrays with time first, a function of the step, something indexed by it, or an iterator; "
@@ -106,11 +111,10 @@ class Arrays:
     leaves: list[Any]
     structure: Structure
     length: int
-    trained: list[Tensor | None] = field(init=False)
 
-    def __post_init__(self) -> None:
-        trained = [t if isinstance(t, Tensor) and t.requires_grad else None for t in self.leaves]
-        object.__setattr__(self, "trained", trained)
+    @cached_property
+    def trained(self) -> list[Tensor | None]:
+        return [t if isinstance(t, Tensor) and t.requires_grad else None for t in self.leaves]
 
     @classmethod
     def of(cls, inputs: Any, length: int | None) -> "Arrays":
