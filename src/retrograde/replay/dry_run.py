@@ -104,7 +104,7 @@ def try_out(
         try:
             mark, value = trial.run()
             if trial.cached and settled:
-                raise trial.refusal(trial.cached)
+                raise _refusal(trial.cached[0])
             if trial.cached:
                 del value
                 trial.rewind()
@@ -135,7 +135,7 @@ class _Trial(Generic[T]):
         self.written = _Rewritten(found)
         self.before = note(found.places)
         self.left: list[Left] = []
-        self.cached: set[Slot] = set()
+        self.cached: list[Slot] = []
 
     def run(self) -> tuple[int, T]:
         """Call until it is known what every change is.
@@ -143,27 +143,28 @@ class _Trial(Generic[T]):
         Return autograd's sequence number before the last call, and its result.
         """
         mark, value = self.once()
-        first = changes(self.before).keys()
+        first = changes(self.before)
         if first:
-            graphs = {slot for slot in first if _is_left(slot, graph=True)}
-            shown = self.evidence(mark, value) if first - graphs else None
+            graphs = [slot for slot in first if _is_left(slot, graph=True)]
+            shown = self.evidence(mark, value) if len(first) > len(graphs) else None
             del value  # so that only one call's graph is held
             self.leave(graphs)
             noted = note(self.found.places)
             mark, value = self.once()
-            again = changes(noted).keys() - graphs
-            if changing := {slot for slot in again if not _is_left(slot)}:
-                raise self.refusal(changing)
-            self.cached = first - graphs - again
+            again = [slot for slot in changes(noted) if slot not in graphs]
+            if changing := [slot for slot in again if not _is_left(slot)]:
+                raise _refusal(changing[0])
+            self.cached = [slot for slot in first if slot not in (*graphs, *again)]
             if self.cached and not _alike(shown, self.evidence(mark, value)):
-                raise self.refusal(self.cached)
+                raise _refusal(self.cached[0])
             if again and not self.cached:
                 del value
                 self.leave(again)
                 noted = note(self.found.places)
                 mark, value = self.once()
-                if more := changes(noted).keys() - again - graphs:
-                    raise self.refusal(more)
+                for slot in changes(noted):
+                    if slot not in (*graphs, *again):
+                        raise _refusal(slot)
         return mark, value
 
     def once(self) -> tuple[int, T]:
@@ -191,10 +192,10 @@ class _Trial(Generic[T]):
             source.restore(self.sources[source].capture())
         self.written.put_back()
 
-    def leave(self, slots: set[Slot]) -> None:
+    def leave(self, slots: Sequence[Slot]) -> None:
         """Make it an error to read what the last call left."""
         counted = set[int]()
-        for slot in self.in_order(slots):
+        for slot in slots:
             before = self.before[slot.place].get(slot.key, ABSENT)
             graph = _is_left(slot, graph=True)
             tensors = [] if graph else tensors_in(slot.read())
@@ -218,17 +219,6 @@ class _Trial(Generic[T]):
         positions = torch.tensor([hash(position) for position in drawn], device="cpu")
         return [positions, *(t.detach().clone() for t in results), *grads]
 
-    def in_order(self, slots: set[Slot]) -> list[Slot]:
-        places = {place: number for number, place in enumerate(self.found.places)}
-        return sorted(slots, key=lambda slot: (places[slot.place], str(slot.key)))
-
-    def refusal(self, slots: set[Slot]) -> CellError:
-        """Return the error for changes that are not replayed."""
-        first = self.in_order(slots)[0]
-        if first.place.registered:
-            return CellError(_REPLACES.format(first.place.registered, first.called))
-        return CellError(_CHANGES.format(first.called))
-
     def ambient(self, made_of: Sequence[Any]) -> Ambient:
         """Return the surroundings, and put back what was where tensors are left."""
         self.rewind()
@@ -249,6 +239,13 @@ class _Trial(Generic[T]):
         still = tuple(source for source in self.sources if source not in self.drawn)
         steady = Steady(still, others, tuple(places), self.found)
         return Ambient(self.device, self.drawn, changed, tuple(self.left), steady)
+
+
+def _refusal(slot: Slot) -> CellError:
+    """Return the error for a change that is not replayed."""
+    if slot.place.registered:
+        return CellError(_REPLACES.format(slot.place.registered, slot.called))
+    return CellError(_CHANGES.format(slot.called))
 
 
 def _is_left(slot: Slot, *, graph: bool = False) -> bool:

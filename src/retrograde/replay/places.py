@@ -48,11 +48,17 @@ class Place(ABC):
     growing = False
     #: A value's name in a message, from the place's name and the value's.
     form = "{}.{}"
-    #: torch's word for the values, if the place is a table of a module.
-    registered: str | None = None
 
-    def __init__(self, holder: Any, name: str, names: Collection[Any] | None = None) -> None:
+    def __init__(
+        self,
+        holder: Any,
+        name: str,
+        names: Collection[Any] | None = None,
+        registered: str | None = None,
+    ) -> None:
         self.holder, self.name, self.names = holder, name, names
+        #: torch's word for the values, if the place is a table of a module.
+        self.registered = registered
         self.but: frozenset[Any] = frozenset()
 
     @abstractmethod
@@ -96,16 +102,6 @@ class Place(ABC):
 
 class Entries(Place):
     """Names of a dict that are an object's attributes."""
-
-    def __init__(
-        self,
-        holder: dict[Any, Any],
-        name: str,
-        names: Collection[Any] | None = None,
-        registered: str | None = None,
-    ) -> None:
-        super().__init__(holder, name, names)
-        self.registered = registered
 
     def read(self) -> Seen:
         if self.names is None:
@@ -260,11 +256,11 @@ def note(places: Iterable[Place]) -> Notes:
 
 
 def changes(notes: Notes) -> dict[Slot, Any]:
-    """Return what has changed since the values were noted, and each value then."""
+    """Return what has changed since the values were noted, in order, and each value then."""
     return {
         Slot(place, key): seen.get(key, ABSENT)
         for place, seen in notes.items()
-        for key in place.changed(seen)
+        for key in sorted(place.changed(seen), key=str)
     }
 
 
