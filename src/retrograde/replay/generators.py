@@ -53,7 +53,6 @@ class _Torch:
         return bytes(self.generator.get_state().numpy())
 
     def capture(self) -> Tensor:
-        """Return its state, with ``nbytes`` and ``is_cuda``."""
         return self.generator.get_state()
 
     def restore(self, state: Any) -> None:
@@ -62,15 +61,6 @@ class _Torch:
     def copy(self) -> "_Torch":
         """Return another generator in the same state, without memory of torch's."""
         return _Torch(self.generator.clone_state())
-
-
-@dataclass(frozen=True)
-class _Value:
-    """A part of a snapshot that takes none of torch's memory."""
-
-    value: Any
-    nbytes: int = 0
-    is_cuda: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,11 +75,10 @@ class _Other:
     def position(self) -> Any:
         return self.take()
 
-    def capture(self) -> _Value:
-        return _Value(self.take())
+    capture = position
 
     def restore(self, state: Any) -> None:
-        self.put(state.value)
+        self.put(state)
 
     def copy(self) -> "_Other":
         value = self.take()

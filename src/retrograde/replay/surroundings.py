@@ -41,7 +41,7 @@ __all__ = [
     "autocast_as_now", "muted_hooks", "muted_modules", "put_back", "version",
 ]  # fmt: skip
 
-#: The states of generators, and copies of buffers.
+#: The states of generators, and copies of buffers. Those of Python and NumPy are no tensors.
 Snapshot = tuple[Any, ...]
 
 

@@ -21,7 +21,7 @@ import operator
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, SupportsIndex, cast
 
@@ -77,9 +77,8 @@ def open_source(inputs: Any, length: SupportsIndex | None, device: torch.device)
                 [2., 2.]])])
     """
     steps = None if length is None else _whole(length)
-    leaves = [leaf for leaf in pytree.tree_leaves(inputs) if leaf is not None]
     source: Source
-    if all(map(_is_array, leaves)):
+    if all(_is_array(leaf) for leaf in pytree.tree_leaves(inputs) if leaf is not None):
         source = Arrays.of(inputs, steps)
     else:
         source = Steps(_reader(inputs, device), _told(steps, inputs), device)
@@ -142,7 +141,7 @@ class Steps:
         self.get, self.length = get, length
         position = random_position(device)
         with torch.enable_grad():  # so that an input with a history is detected at once
-            leaves, self.structure = self._read(0)
+            leaves, self.structure = _leaves(get(0), 0)
             self.form = _Form.of(leaves, self.structure)
         if position != random_position(device):
             raise CellError(
@@ -168,12 +167,9 @@ class Steps:
         return whole
 
     def _step(self, t: int) -> Tensors:
-        leaves, structure = self._read(t)
+        leaves, structure = _leaves(self.get(t), t)
         self.form.check(leaves, structure, t)
         return leaves
-
-    def _read(self, t: int) -> tuple[Tensors, Structure]:
-        return _leaves(self.get(t), t)
 
 
 class Spool:
@@ -291,10 +287,6 @@ class Stream:
         if self.probed is not None:
             first = max(0, min(self.probed + 1, len(self)) - (stop - start))
         return [*self.source[index], torch.arange(first, first + stop - start, device="cpu")]
-
-    def probing(self, number: int) -> "Stream":
-        """Return the same stream with another number for its steps."""
-        return replace(self, probed=number)
 
 
 @dataclass(frozen=True)

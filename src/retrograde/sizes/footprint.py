@@ -132,7 +132,7 @@ def footprint(
 
     gradient = sum(_rounded(t) for t in state if t.is_floating_point() or t.is_complex())
     gradient *= 2 if core.fused else 1  # a kernel may need zeros where a state has no gradient
-    ambient = sum(map(_rounded, core.ambient.capture()))
+    ambient = sum(_rounded(t) for t in core.ambient.capture() if isinstance(t, Tensor))
     gradient += ambient  # restored after the last recomputation
     if core.sums:  # the loss's own gradient
         gradient += _rounded(torch.ones((), dtype=torch.float64, device=device))
