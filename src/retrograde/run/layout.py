@@ -264,10 +264,11 @@ class Ragged(Layout):
 
     def allocate(self, values: Tensors) -> Tensors:
         half = len(values) // 2 if self.both else len(values)
-        count = None if self.lengths is None else int(self.lengths.sum())
         found = []
         for y in values[:half]:
-            lead = (self.length, y.shape[0]) if self.starts is None else (count,)
+            lead: tuple[int, ...] = (self.length, y.shape[0])
+            if self.starts is not None and self.lengths is not None:
+                lead = (int(self.lengths.sum()),)
             width = y.shape[-1:] if not self.both else (2 * y.shape[-1],)
             found.append(y.new_zeros(*lead, *y.shape[1:-1], *width))
         return found
@@ -281,22 +282,24 @@ class Ragged(Layout):
     def put(self, tensors: Tensors, index: Index, values: Tensors) -> None:
         for (back, column), value in zip(self._columns(tensors), values, strict=True):
             assert column is not None
-            rows = self.rows(index, back=back)
-            if self.lengths is None:
-                column[rows] = value
-            else:
-                column.index_put_(*self._chosen(rows, index, value))
+            self._write(column, index, value, back=back, add=False)
 
     def take(self, totals: Sequence[Gradient], index: Index, shares: Sequence[Gradient]) -> None:
         pairs = [(back, total) for back in self._ends for total in totals]
         for (back, total), share in zip(pairs, shares, strict=False):
-            if total is None or share is None:
-                continue
-            rows = self.rows(index, back=back)
-            if self.lengths is None:
-                total[rows] += share
-            else:
-                total.index_put_(*self._chosen(rows, index, share), accumulate=True)
+            if total is not None and share is not None:
+                self._write(total, index, share, back=back, add=True)
+
+    def _write(self, t: Tensor, index: Index, values: Tensor, *, back: bool, add: bool) -> None:
+        """Write the rows of samples that still have steps."""
+        rows = self.rows(index, back=back)
+        if self.lengths is not None:
+            goes_on = self.goes_on(index)
+            t.index_put_(tuple(one[goes_on] for one in rows), values[goes_on], accumulate=add)
+        elif add:
+            t[rows] += values
+        else:
+            t[rows] = values
 
     def _numbers(self, index: Index) -> Tensor:
         """Return the steps of a call, (1,), or (L, 1) for several."""
@@ -304,11 +307,6 @@ class Ragged(Layout):
         if isinstance(index, slice):
             return torch.arange(index.start, index.stop, device=device).unsqueeze(-1)
         return torch.tensor([index], device=device)
-
-    def _chosen(self, rows: tuple[Tensor, ...], index: Index, t: Tensor) -> tuple[Any, Tensor]:
-        """Return the rows of samples that still have steps, and their part of a tensor."""
-        goes_on = self.goes_on(index)
-        return tuple(one[goes_on] for one in rows), t[goes_on]
 
     @property
     def _ends(self) -> tuple[bool, ...]:
