@@ -146,7 +146,7 @@ class _Trial(Generic[T]):
         first = changes(self.before)
         if first:
             graphs = [slot for slot in first if _is_left(slot, graph=True)]
-            shown = self.evidence(mark, value) if len(first) > len(graphs) else None
+            shown = self.evidence(mark, value) if len(first) > len(graphs) else ([], [])
             del value  # so that only one call's graph is held
             self.leave(graphs)
             noted = note(self.found.places)
@@ -206,8 +206,9 @@ class _Trial(Generic[T]):
         for left in self.left:
             left.bar()
 
-    def evidence(self, mark: int, value: T) -> list[Tensor | None]:
-        """Return the results of a call, and its gradients for some gradients of the results."""
+    def evidence(self, mark: int, value: T) -> tuple[list[Any], list[Tensor | None]]:
+        """Return where generators are after a call, its results, and its gradients for some
+        gradients of the results."""
         results = self.results(value)
         roots = [t for t in results if t.requires_grad]
         leaves = [t for t in foreign_tensors(roots, mark)[0] if t.numel()]  # no anchor of a chain
@@ -216,8 +217,7 @@ class _Trial(Generic[T]):
         drawn = [source.position() for source in self.sources]
         with MEASURING, muted_hooks(leaves), muted_modules(self.found.parts()):
             grads = torch.autograd.grad(roots, leaves, given, allow_unused=True) if leaves else ()
-        positions = torch.tensor([hash(position) for position in drawn], device="cpu")
-        return [positions, *(t.detach().clone() for t in results), *grads]
+        return drawn, [*(t.detach().clone() for t in results), *grads]
 
     def ambient(self, made_of: Sequence[Any]) -> Ambient:
         """Return the surroundings, and put back what was where tensors are left."""
@@ -256,20 +256,19 @@ def _is_left(slot: Slot, *, graph: bool = False) -> bool:
     return any(t.grad_fn is not None for t in tensors) if graph else bool(tensors)
 
 
-def _alike(a: list[Tensor | None] | None, b: list[Tensor | None]) -> bool:
-    """Return whether two calls computed the same, but for rounding."""
-    if a is None or len(a) != len(b):
-        return False
-    return all(
-        x is y if x is None or y is None else x.shape == y.shape and _near(x, y)
-        for x, y in zip(a, b, strict=True)
-    )
+def _alike(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Return whether two calls drew and computed the same, but for rounding."""
+    (drawn, found), (again, results) = one, other
+    return drawn == again and len(found) == len(results) and all(map(_near, found, results))
 
 
-def _near(x: Tensor, y: Tensor) -> bool:
+def _near(x: Tensor | None, y: Tensor | None) -> bool:
+    if x is None or y is None:
+        return x is y
     if not (x.is_floating_point() or x.is_complex()):
         return torch.equal(x, y)
-    return torch.allclose(x.to_dense(), y.to_dense(), rtol=1e-3, equal_nan=True)
+    x, y = x.to_dense(), y.to_dense()
+    return x.shape == y.shape and torch.allclose(x, y, rtol=1e-3, equal_nan=True)
 
 
 def assigned_values(

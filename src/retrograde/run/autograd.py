@@ -158,13 +158,13 @@ class _Recurrence(torch.autograd.Function):
         read = layout.read(inputs, held)
         count = len(grads) - run.states
         wanted = [x if needed else None for x, needed in zip(inputs, needs, strict=False)]
-        late, device = not run.core.fused, inputs[0].device
+        eager, device = run.core.fused, inputs[0].device
         casts = ctx.casts or torch.is_autocast_enabled(device.type)
         gradients = Gradients(
             outputs=grads[:count],
             states=list(grads[count:]),
-            inputs=[None if late or x is None else layout.room(x) for x in wanted],
-            wanted=wanted if late else [],
+            inputs=[layout.room(x) if eager and x is not None else None for x in wanted],
+            wanted=wanted,
             parameters=run.core.totals(),
             length=run.length,
             layout=layout,
