@@ -24,7 +24,8 @@ from retrograde.cells.cell import StepCore, as_pair
 from retrograde.errors import CellError
 from retrograde.replay.surroundings import autocast_as_now
 from retrograde.replay.trees import Structure, flatten, flatten_state
-from retrograde.run.core import as_leaf
+from retrograde.run.core import Gate, as_leaf
+from retrograde.run.layout import Blocks, Layout
 from retrograde.run.states import like_of
 
 __all__ = ["BLOCK", "CompiledSteps", "compiled_steps"]
@@ -62,6 +63,13 @@ class CompiledSteps(StepCore):
 
     def carry(self, inputs: Tensors, state: Tensors) -> Tensors:
         return self(inputs, state)[1]
+
+    def ordinary(
+        self, layout: Layout, inputs: Tensors, state: Tensors, gate: Gate
+    ) -> tuple[Tensors, Tensors, Tensors]:
+        assert isinstance(layout, Blocks)
+        read = layout.steps.read(inputs)  # compiled blocks have no second derivatives
+        return *self._plainly(read[slice(0, len(read))], state), self.parameters
 
     def _plainly(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
         """Run steps one after the other, uncompiled."""

@@ -208,13 +208,15 @@ class Call:
         layout = Rows(self.length, self.sizes, self.bidirectional, masks is not None and not held)
         net = tuple(laid_out(one, apart=held or masks is not None) for one in net)
         core: Core
+        budgeted = True
         if isinstance(runner, HeldPlan):
-            at_once = self.at_once and runner.chunk is None
+            budgeted = runner.chunk is None
+            at_once = self.at_once and budgeted
             core = HeldLayers(net, layout, self.batch, runner, masks=masks, at_once=at_once)
         else:
             core = Fused(net, runner, masks, self.sizes is not None)
         if torch.is_grad_enabled():
-            (y,), final = run_schedule(core, schedule, [x], state, layout)
+            (y,), final = run_schedule(core, schedule, [x], state, layout, budgeted=budgeted)
         else:
             (y,), final = run_without_gradient(core, layout.read([x]), state, layout)
         return y, final

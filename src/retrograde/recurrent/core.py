@@ -11,7 +11,7 @@ batch, each sequence joins the second track at that sequence's own last step.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, cast
@@ -26,13 +26,14 @@ from retrograde.recurrent.backward import LayerBackward
 from retrograde.recurrent.bytes import Means
 from retrograde.recurrent.dropout import Masks
 from retrograde.recurrent.forward import LayerForward, room_for
+from retrograde.recurrent.fused import Fused
 from retrograde.recurrent.pieces import Piece, cut
 from retrograde.recurrent.plan import HeldPlan
 from retrograde.recurrent.vendor import Layers
 from retrograde.replay.surroundings import Ambient
-from retrograde.run.core import Core, Emit, Gradients, Tape, discard
+from retrograde.run.core import Core, Emit, Gate, Gradients, Tape, discard
 from retrograde.run.inputs import Inputs
-from retrograde.run.layout import Held, Rows
+from retrograde.run.layout import Held, Layout, Rows
 
 __all__ = ["HeldLayers"]
 
@@ -112,6 +113,13 @@ class HeldLayers(Core):
             torch.zeros_like(w, dtype=self.real, memory_format=torch.contiguous_format)
             for w in self.parameters
         ]
+
+    def ordinary(
+        self, layout: Layout, inputs: Tensors, state: Tensors, gate: Gate
+    ) -> tuple[Tensors, Tensors, Tensors]:
+        core = Fused(self.tracks, dropout=self.masks, packed=self.rows.sizes is not None)
+        rows = replace(self.rows, numbered=self.masks is not None)
+        return core.ordinary(rows, inputs, state, gate)
 
     @paced
     @torch.no_grad()

@@ -9,6 +9,7 @@ torch's kernels (``vendor.py``) support every kind of layer and every option. Ou
 own kernels are in ``ranges.py``.
 """
 
+from dataclasses import replace
 from functools import cached_property, partial
 
 import torch
@@ -18,6 +19,8 @@ from retrograde.recurrent.dropout import Masks, samples_of
 from retrograde.recurrent.vendor import Kernel, Layers, run_alive, run_torch
 from retrograde.replay.surroundings import Ambient
 from retrograde.run.autograd_core import AutogradCore
+from retrograde.run.core import Gate
+from retrograde.run.layout import Layout
 
 __all__ = ["Fused"]
 
@@ -66,6 +69,14 @@ class Fused(AutogradCore):
 
     def carry(self, inputs: Tensors, state: Tensors) -> Tensors:
         return self(inputs, state)[1]
+
+    def ordinary(
+        self, layout: Layout, inputs: Tensors, state: Tensors, gate: Gate
+    ) -> tuple[Tensors, Tensors, Tensors]:
+        nets = tuple(replace(net, weights=gate(net.weights)) for net in self.nets)
+        core = Fused(nets, dropout=self.dropout, packed=self.packed)
+        read = layout.read(inputs)
+        return *core(read[slice(0, len(read))], state), core.parameters
 
     def _run(
         self, number: int, x: Tensor, steps: Tensor | None, sizes: Tensor | None, state: Tensors

@@ -47,7 +47,8 @@ def run_held(
         (y,) = outputs = core.room(rows.read([x]))
         (after,) = core.advance(rows.read([x], outputs), 0, [rows.length], state, lambda *_: None)
         return y, after
-    (y,), after = run_schedule(core, in_one_range(rows.length), [x], state, rows)
+    schedule = in_one_range(rows.length)
+    (y,), after = run_schedule(core, schedule, [x], state, rows, budgeted=False)
     return y, after
 
 

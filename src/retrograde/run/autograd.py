@@ -24,6 +24,7 @@ from retrograde.run.core import Core, Gradients, discard, window
 from retrograde.run.executor import Run
 from retrograde.run.inputs import Inputs
 from retrograde.run.layout import Layout, Straight
+from retrograde.run.second_order import differentiable_gradients
 from retrograde.run.transforms import NO_FORWARD_MODE, refuse_batches, uncompiled
 from retrograde.schedule import Schedule
 from retrograde.units import Memory
@@ -32,12 +33,7 @@ __all__ = ["check_schedule", "refuse_both", "run_schedule", "run_without_gradien
 
 Tensors = list[Tensor]
 
-_NO_SECOND_ORDER = (
-    "the gradient of this budgeted recurrence cannot itself be differentiated: expected "
-    "create_graph=False; for second derivatives use backward=None, memory=None and "
-    "schedule=None (ordinary BPTT)"
-)
-_OTHERS = 4  # the number of the node's arguments before the tensors
+_OTHERS = 5  # the number of the node's arguments before the tensors
 
 
 def refuse_both(memory: Memory | None, schedule: Schedule | None) -> None:
@@ -62,13 +58,18 @@ def run_schedule(
     inputs: Tensors,
     state: Tensors,
     layout: Layout | None = None,
+    *,
+    budgeted: bool = True,
 ) -> tuple[Tensors, Tensors]:
-    """Run a recurrence so that ``schedule`` computes its gradient. Return the outputs, and the
-    state after the last step."""
+    """Run a recurrence so that ``schedule`` computes its gradient.
+
+    ``budgeted`` says whether there is a budget, which second derivatives exceed. Returns the
+    outputs and the state after the last step.
+    """
     layout = layout or Straight(schedule.length, core.fused)
     run = Run(core, tuple(schedule), schedule.length)
     results = _Recurrence.apply(  # type: ignore[no-untyped-call]
-        run, layout, len(inputs), len(state), *inputs, *state, *core.parameters
+        run, layout, budgeted, len(inputs), len(state), *inputs, *state, *core.parameters
     )
     return list(results[: -run.states or None]), list(results[len(results) - run.states :])
 
@@ -106,13 +107,14 @@ class _Recurrence(torch.autograd.Function):
         ctx: Any,
         run: Run,
         layout: Layout,
+        budgeted: bool,
         n_inputs: int,
         n_state: int,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         core, ctx.run = run.core, run
-        ctx.n_inputs, ctx.layout = n_inputs, layout
+        ctx.n_inputs, ctx.layout, ctx.budgeted = n_inputs, layout, budgeted
         inputs, state = list(tensors[:n_inputs]), list(tensors[n_inputs : n_inputs + n_state])
         versions = [version(t) for t in tensors]
         device = tensors[0].device
@@ -145,8 +147,6 @@ class _Recurrence(torch.autograd.Function):
     @uncompiled
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         refuse_batches(grads)
-        if torch.is_grad_enabled():
-            raise RetrogradeError(_NO_SECOND_ORDER)
         saved = ctx.saved_tensors  # read once: hooks that recompute them then do so once
         held, saved = saved[: ctx.n_held], saved[ctx.n_held :]
         inputs, state = list(saved[: ctx.n_inputs]), list(saved[ctx.n_inputs :])
@@ -155,6 +155,15 @@ class _Recurrence(torch.autograd.Function):
         layout: Layout = ctx.layout
         rerun = run.core.ambient.rerun(ctx.marks)
         needs = ctx.needs_input_grad[_OTHERS:]
+        if torch.is_grad_enabled():
+            with rerun, ctx.autocast, muted_hooks(parameters):
+                run.core.ambient.restore(ctx.before)
+                found = differentiable_gradients(
+                    run.core, layout, inputs, [state[i] for i in ctx.same], grads,
+                    budgeted=ctx.budgeted,
+                )  # fmt: skip
+            _check_unchanged(parameters, ctx.versions, found[len(inputs) + len(state) :])
+            return _returned(found, needs)
         read = layout.read(inputs, held)
         count = len(grads) - run.states
         wanted = [x if needed else None for x, needed in zip(inputs, needs, strict=False)]
@@ -183,13 +192,17 @@ class _Recurrence(torch.autograd.Function):
                 run.clear()
                 raise
         _check_unchanged(parameters, ctx.versions, gradients.parameters)
-        found = [*gradients.inputs, *gradients.states, *gradients.parameters]
-        pairs = zip(found, needs, strict=True)
-        return (None,) * _OTHERS + tuple(g if needed else None for g, needed in pairs)
+        return _returned([*gradients.inputs, *gradients.states, *gradients.parameters], needs)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         raise RetrogradeError(NO_FORWARD_MODE)
+
+
+def _returned(found: list[Tensor | None], needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
+    """Return the gradients of all arguments, in their order."""
+    pairs = zip(found, needs, strict=True)
+    return (None,) * _OTHERS + tuple(g if needed else None for g, needed in pairs)
 
 
 def _check_unchanged(parameters: Tensors, versions: list[int], found: list[Tensor | None]) -> None:

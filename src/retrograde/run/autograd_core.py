@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from retrograde.errors import CellError
+from retrograde.errors import CellError, RetrogradeError
 from retrograde.replay.captured import LeafWatch
-from retrograde.run.core import Core, Emit, Gradients, Tape, as_leaf, window
+from retrograde.run.core import Core, Emit, Gate, Gradients, Tape, as_leaf, window
 from retrograde.run.inputs import Inputs
+from retrograde.run.layout import Layout
 from retrograde.run.states import apart, each_once
 from retrograde.schedule import Action, Backward, Load
 
@@ -34,6 +35,11 @@ Tensors = list[Tensor]
 Gradient = Tensor | None
 
 _NOTHING = torch.empty(0, device="cpu")
+_NO_SECOND_ORDER = (
+    "the gradient of this budgeted recurrence cannot itself be differentiated: expected "
+    "create_graph=False; for second derivatives use backward=None, memory=None and "
+    "schedule=None (ordinary BPTT)"
+)
 
 
 @dataclass
@@ -204,6 +210,15 @@ class AutogradCore(Core):
             next(shares) if state.pop(id(s), None) is not None else None for s in tape.state
         ]
         _accumulate(gradients.parameters, begun, list(shares), self.parameters)
+
+    def ordinary(
+        self, layout: Layout, inputs: Tensors, state: Tensors, gate: Gate
+    ) -> tuple[Tensors, Tensors, Tensors]:
+        """Return all steps as ordinary autograd records them, and the parameters in that graph."""
+        if any(p is not t for p, t in zip(self.parameters, self.targets, strict=True)):
+            raise RetrogradeError(_NO_SECOND_ORDER)  # one parameter was computed from another
+        read = layout.read(inputs)
+        return *run_ordinary(self, read[slice(0, len(read))], state), self.parameters
 
 
 def _record_steps(

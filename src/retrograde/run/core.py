@@ -23,6 +23,7 @@ from retrograde.schedule import Action
 __all__ = [
     "Core",
     "Emit",
+    "Gate",
     "Gradients",
     "Tape",
     "as_leaf",
@@ -35,6 +36,8 @@ Tensors = list[Tensor]
 Gradient = Tensor | None
 #: Takes the outputs of a call: ``emit(start, stop, outputs)``.
 Emit = Callable[[int, int, Tensors], None]
+#: Lets tensors into a graph of all steps; see :mod:`retrograde.run.second_order`.
+Gate = Callable[[Tensors], Tensors]
 
 
 def discard(start: int, stop: int, outputs: Tensors) -> None:
@@ -131,6 +134,17 @@ class Core(ABC):
 
     def complete(self) -> None:  # noqa: B027
         """Note that every step was recorded and backpropagated."""
+
+    @abstractmethod
+    def ordinary(
+        self, layout: Layout, inputs: Tensors, state: Tensors, gate: Gate
+    ) -> tuple[Tensors, Tensors, Tensors]:
+        """Return all steps as autograd records them: outputs, last state, and the graph's
+        parameters.
+
+        Raises:
+            RetrogradeError: second derivatives are not available.
+        """
 
 
 @dataclass

@@ -192,6 +192,9 @@ class Rows(Layout):
         lead = (rows, *inner)
         return [values[0].new_empty(*lead, sum(y.shape[-1] for y in values))]
 
+    def joined(self, outputs: Tensors) -> Tensors:
+        return [torch.cat(outputs, -1)]
+
     def parts(self, tensors: Sequence[Gradient], index: Index) -> list[Gradient]:
         assert isinstance(index, slice)
         (whole,), rows = tensors, self.rows(index)
@@ -356,6 +359,9 @@ class Blocks(Layout):
 
     def allocate(self, values: Tensors) -> Tensors:
         return self.steps.allocate([y[0] for y in values])
+
+    def joined(self, outputs: Tensors) -> Tensors:
+        return self.steps.joined(outputs)
 
     def parts(self, tensors: Sequence[Gradient], index: Index) -> list[Gradient]:
         return self.steps.parts(tensors, self.span(index))
