@@ -24,9 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch._functorch import config
 
-from alternating import medians
-
 import retrograde as rg
+from alternating import medians
 from retrograde.machine import machine_of
 
 RESULTS = Path(__file__).parent / "results"

@@ -1,4 +1,4 @@
-"""A recurrent policy over episodes that begin in the middle of a sequence, as TorchRL collects them.
+"""A recurrent policy over episodes that begin inside a sequence, as TorchRL collects them.
 
 TorchRL's ``LSTMModule`` splits a batch at ``is_init``, pads the pieces and joins them again.
 ``rg.LSTM`` takes the same flags as ``reset``: there each sample begins anew, and nothing is padded.

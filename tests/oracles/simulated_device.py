@@ -23,7 +23,6 @@ itself is not run.
 import sys
 import traceback
 import types
-import weakref
 from collections import Counter
 from contextlib import ExitStack, contextmanager
 
@@ -38,7 +37,6 @@ import retrograde.kernels.cuda
 from retrograde.kernels import cells, sweep
 from retrograde.kernels.cells import Slopes
 from retrograde.recurrent import vendor
-from retrograde.run import moved
 from retrograde.sizes import allocations
 
 torch.utils.rename_privateuse1_backend("chip")
@@ -207,32 +205,6 @@ def kernel(name, reference, launches=1):
         return _known(found, known)
 
     return launch
-
-
-class LateStream:
-    """A stream that copies as late as it may: when the computation waits for it.
-
-    Until then there is nothing but NaNs in the memory that is copied into, which must live on.
-    """
-
-    copied, due = 0, 0
-
-    def __init__(self, device):
-        self.late = []
-
-    def copy(self, pairs):
-        for into, t in pairs:
-            into.fill_(torch.nan)
-            self.late.append((weakref.ref(into), t))
-            LateStream.due += 1
-
-    def wait(self):
-        while self.late:
-            into, t = self.late.pop()
-            assert into() is not None, "memory was released while a copy into it was due"
-            into().copy_(t)
-            LateStream.copied += 1
-            LateStream.due -= 1
 
 
 class WideSweep:
@@ -410,7 +382,6 @@ def simulated():
             plain = getattr(torch._VF, name)
             patch.setattr(torch._VF, name, layers(name, plain), raising=False)
         patch.setattr(torch, "_cudnn_rnn_flatten_weight", flatten_weights)
-        patch.setattr(moved, "SideStream", LateStream)
         patch.setattr(cudnn, "is_acceptable", lambda t: isinstance(t, OnChip))
         patch.setattr(allocations, "_is_on", lambda event, device: event.place == "cpu")
         found.cache_clear()

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from retrograde.cells.cell import Cell, StepCore, later_state
 from retrograde.cells.loss import Loss, RangeLoss, StepLoss, examine_loss
-from retrograde.errors import BudgetError, CellError, RetrogradeError
+from retrograde.errors import CellError, RetrogradeError
 from retrograde.plan import plan
 from retrograde.plan.fit import Fit
 from retrograde.recurrent.base import BudgetedRNN
@@ -27,12 +27,10 @@ from retrograde.replay.surroundings import autocast_as_now
 from retrograde.replay.trees import Structure, flatten, flatten_state
 from retrograde.run.autograd import check_schedule, refuse_both
 from retrograde.run.core import Core
-from retrograde.run.moved import Moved
-from retrograde.run.sources import Arrays, Spool, Steps, Stream, open_source
+from retrograde.run.sources import Arrays, Moved, Spool, Steps, Stream, open_source
 from retrograde.run.streaming import Progress, TakeInput, run_stream
 from retrograde.run.transforms import refuse_transforms, uncompiled
 from retrograde.schedule import Schedule
-from retrograde.schedule.schedule import forward_ranges
 from retrograde.sizes.cache import CellFits, signature
 from retrograde.sizes.footprint import step_bytes
 from retrograde.units import Memory, parse_memory
@@ -42,7 +40,7 @@ __all__ = ["bptt"]
 Tensors = list[Tensor]
 
 # A cell with its loss is measured once for its shapes and a budget: the core, and its fit.
-_FITS: CellFits[tuple[int, Fit, bool]] = CellFits()
+_FITS: CellFits[tuple[int, Fit]] = CellFits()
 
 _RANGES = {nn.LSTM.forward, nn.GRU.forward, nn.RNN.forward, BudgetedRNN.forward}
 
@@ -124,13 +122,11 @@ def bptt(
             "nothing requires a gradient: expected a parameter, an initial state or an input that "
             "does, or input_gradient="
         )
-    ahead = _copied_bytes(task) > 0
     if schedule is None and memory is None:
         schedule = plan(len(task.stream), policy="store-all")
     elif schedule is None:
-        core, schedule, ahead = _fitted(task, inputs, cast(Memory, memory))
-    more: Any = (input_gradient, progress)
-    total, after = run_stream(core, task.stream, schedule, task.state, *more, ahead=ahead)
+        core, schedule = _fitted(task, inputs, cast(Memory, memory))
+    total, after = run_stream(core, task.stream, schedule, task.state, input_gradient, progress)
     return total, task.state_spec.unflatten(after)
 
 
@@ -258,8 +254,8 @@ def _module_state(module: nn.RNNBase, stream: Stream, state: Any) -> tuple[Tenso
     return states, state_spec
 
 
-def _fitted(task: _Task, inputs: Any, memory: Memory) -> tuple[Core, Schedule, bool]:
-    """Return the core and the schedule for a budget, and whether ranges may be copied ahead."""
+def _fitted(task: _Task, inputs: Any, memory: Memory) -> tuple[Core, Schedule]:
+    """Return the core and the schedule for a budget."""
     source, first = task.stream.source, cast(StepCore, task.cores[0].core)
     source = source.source if isinstance(source, Moved) else source
     parts = [(first.found, first.ambient.steady.places)]
@@ -278,41 +274,12 @@ def _fitted(task: _Task, inputs: Any, memory: Memory) -> tuple[Core, Schedule, b
     def step() -> Hashable:
         return step_bytes(first, task.probed, later())
 
-    def find() -> tuple[int, Fit, bool]:
+    def find() -> tuple[int, Fit]:
         state = later()
         sizes = footprints(task.cores, task.probed, state, memory=memory, first=task.state)
-        number, found = fit_fastest(task.cores, sizes, task.probed, state, memory)
-        step_bytes = _copied_bytes(task)
-        if not step_bytes:
-            return number, found, False
-        # A range that is copied ahead takes room, at most as much as the longest one.
-        steps, (other, fit) = 0, (number, found)
-        while _longest(fit.schedule) > steps:
-            steps = _longest(fit.schedule)
-            room = step_bytes * steps
-            more = [replace(size, extra_bytes=size.extra_bytes + room) for size in sizes]
-            try:
-                other, fit = fit_fastest(task.cores, more, task.probed, state, memory)
-            except BudgetError:
-                return number, found, False
-        return other, replace(fit, minimum_bytes=found.minimum_bytes), True
+        return fit_fastest(task.cores, sizes, task.probed, state, memory)
 
     key = repr(memory), len(source)
-    (number, found, ahead), settled = _FITS.fit(parts, shapes, key, step, find)
+    (number, found), settled = _FITS.fit(parts, shapes, key, step, find)
     core = replace(cast(StepCore, task.cores[number].core), settled=settled)
-    return core, found.schedule, ahead
-
-
-def _copied_bytes(task: _Task) -> int:
-    """Return the bytes of a step that can be copied to a GPU ahead; 0 if none can.
-
-    Only arrays are read ahead, since a function or an iterator may depend on what was computed.
-    """
-    source = task.stream.source
-    moves = isinstance(source, Moved) and isinstance(source.source, Arrays)
-    return cast(Moved, source).step_bytes if moves and task.cores[0].core.fused else 0
-
-
-def _longest(schedule: Schedule) -> int:
-    starts, stops = forward_ranges(schedule)
-    return int((stops - starts).max())
+    return core, found.schedule

@@ -192,7 +192,7 @@ def examine_loss(
             )
         part = replace(part, parameters=tuple(core.targets))
     core = replace(core, cell=part, fused=fused, sums=True, quiet=part.quiet if plain else None)
-    probed = stream.probing(probing.found)
+    probed = replace(stream, probed=probing.found)
     if isinstance(part, RangeLoss) and len(stream) > 1:
         _check_sum(part, probed, state)
     return core, probed

@@ -387,8 +387,8 @@ def _sizes(one: _Measurement, found: Sequence[Phase], seconds: dict[int, float])
     """Return what the phases of a call showed."""
     given, output = found[0].growth(), -found[2].growth()
     on_gpu = one.device.type == "cuda"
-    captured = (t for t in one.unit.ambient.capture() if t.is_cuda == on_gpu)
-    noted = sum(int(t.nbytes) for t in captured)  # also held while it runs again
+    captured = [t for t in one.unit.ambient.capture() if isinstance(t, Tensor)]
+    noted = sum(t.nbytes for t in captured if t.is_cuda == on_gpu)  # also held while it runs again
     ways = {}
     for k, way in enumerate(_ORDER):
         first = 5 + 6 * k

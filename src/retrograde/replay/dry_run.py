@@ -14,7 +14,6 @@ wrote to, entries of lists longer than a thousand, and what cannot be found from
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -24,7 +23,7 @@ from torch import Tensor
 from retrograde.errors import CellError
 from retrograde.machine import MEASURING, unpacked
 from retrograde.replay.captured import distinct, foreign_tensors
-from retrograde.replay.generators import OwnDraws, Source, draws_python, is_alone, sources
+from retrograde.replay.generators import Source, draws_python, sources
 from retrograde.replay.places import (
     ABSENT,
     HandsOn,
@@ -105,7 +104,7 @@ def try_out(
         try:
             mark, value = trial.run()
             if trial.cached and settled:
-                raise trial.refusal(trial.cached)
+                raise _refusal(trial.cached[0])
             if trial.cached:
                 del value
                 trial.rewind()
@@ -136,7 +135,7 @@ class _Trial(Generic[T]):
         self.written = _Rewritten(found)
         self.before = note(found.places)
         self.left: list[Left] = []
-        self.cached: set[Slot] = set()
+        self.cached: list[Slot] = []
 
     def run(self) -> tuple[int, T]:
         """Call until it is known what every change is.
@@ -144,36 +143,31 @@ class _Trial(Generic[T]):
         Return autograd's sequence number before the last call, and its result.
         """
         mark, value = self.once()
-        first = changes(self.before).keys()
+        first = changes(self.before)
         if first:
-            graphs = {slot for slot in first if _is_left(slot, graph=True)}
-            shown = self.evidence(mark, value) if first - graphs else None
+            graphs = [slot for slot in first if _is_left(slot, graph=True)]
+            shown = self.evidence(mark, value) if len(first) > len(graphs) else ([], [])
             del value  # so that only one call's graph is held
             self.leave(graphs)
             noted = note(self.found.places)
             mark, value = self.once()
-            again = changes(noted).keys() - graphs
-            if changing := {slot for slot in again if not _is_left(slot)}:
-                raise self.refusal(changing)
-            self.cached = first - graphs - again
+            again = [slot for slot in changes(noted) if slot not in graphs]
+            if changing := [slot for slot in again if not _is_left(slot)]:
+                raise _refusal(changing[0])
+            self.cached = [slot for slot in first if slot not in (*graphs, *again)]
             if self.cached and not _alike(shown, self.evidence(mark, value)):
-                raise self.refusal(self.cached)
+                raise _refusal(self.cached[0])
             if again and not self.cached:
                 del value
                 self.leave(again)
                 noted = note(self.found.places)
                 mark, value = self.once()
-                if more := changes(noted).keys() - again - graphs:
-                    raise self.refusal(more)
-        if self.drawn and not is_alone():
-            del value
-            drawn, self.drawn = self.drawn, ()  # a generator of another thread's is not rewound
-            ours = OwnDraws(drawn)
-            mark, value = self.once(ours)
-            self.drawn = tuple(s for s in drawn if s in ours.drawn or draws_python(s))
+                for slot in changes(noted):
+                    if slot not in (*graphs, *again):
+                        raise _refusal(slot)
         return mark, value
 
-    def once(self, watch: OwnDraws | None = None) -> tuple[int, T]:
+    def once(self) -> tuple[int, T]:
         """Call from the states at the beginning. Return autograd's sequence number, and the result.
 
         Autocast's weight cache is off: casts of an earlier call would look like tensors from
@@ -183,8 +177,7 @@ class _Trial(Generic[T]):
         cached = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         try:
-            with watch or nullcontext():
-                found = torch._C._autograd._get_sequence_nr(), self.call()
+            found = torch._C._autograd._get_sequence_nr(), self.call()
         finally:
             torch.set_autocast_cache_enabled(cached)
             pairs = self.sources.items()
@@ -199,10 +192,10 @@ class _Trial(Generic[T]):
             source.restore(self.sources[source].capture())
         self.written.put_back()
 
-    def leave(self, slots: set[Slot]) -> None:
+    def leave(self, slots: Sequence[Slot]) -> None:
         """Make it an error to read what the last call left."""
         counted = set[int]()
-        for slot in self.in_order(slots):
+        for slot in slots:
             before = self.before[slot.place].get(slot.key, ABSENT)
             graph = _is_left(slot, graph=True)
             tensors = [] if graph else tensors_in(slot.read())
@@ -213,8 +206,9 @@ class _Trial(Generic[T]):
         for left in self.left:
             left.bar()
 
-    def evidence(self, mark: int, value: T) -> list[Tensor | None]:
-        """Return the results of a call, and its gradients for some gradients of the results."""
+    def evidence(self, mark: int, value: T) -> tuple[list[Any], list[Tensor | None]]:
+        """Return where generators are after a call, its results, and its gradients for some
+        gradients of the results."""
         results = self.results(value)
         roots = [t for t in results if t.requires_grad]
         leaves = [t for t in foreign_tensors(roots, mark)[0] if t.numel()]  # no anchor of a chain
@@ -223,19 +217,7 @@ class _Trial(Generic[T]):
         drawn = [source.position() for source in self.sources]
         with MEASURING, muted_hooks(leaves), muted_modules(self.found.parts()):
             grads = torch.autograd.grad(roots, leaves, given, allow_unused=True) if leaves else ()
-        positions = torch.tensor([hash(position) for position in drawn], device="cpu")
-        return [positions, *(t.detach().clone() for t in results), *grads]
-
-    def in_order(self, slots: set[Slot]) -> list[Slot]:
-        places = {place: number for number, place in enumerate(self.found.places)}
-        return sorted(slots, key=lambda slot: (places[slot.place], str(slot.key)))
-
-    def refusal(self, slots: set[Slot]) -> CellError:
-        """Return the error for changes that are not replayed."""
-        first = self.in_order(slots)[0]
-        if first.place.registered:
-            return CellError(_REPLACES.format(first.place.registered, first.called))
-        return CellError(_CHANGES.format(first.called))
+        return drawn, [*(t.detach().clone() for t in results), *grads]
 
     def ambient(self, made_of: Sequence[Any]) -> Ambient:
         """Return the surroundings, and put back what was where tensors are left."""
@@ -259,6 +241,13 @@ class _Trial(Generic[T]):
         return Ambient(self.device, self.drawn, changed, tuple(self.left), steady)
 
 
+def _refusal(slot: Slot) -> CellError:
+    """Return the error for a change that is not replayed."""
+    if slot.place.registered:
+        return CellError(_REPLACES.format(slot.place.registered, slot.called))
+    return CellError(_CHANGES.format(slot.called))
+
+
 def _is_left(slot: Slot, *, graph: bool = False) -> bool:
     """Return whether a change may stay as what a step leaves: an attribute with tensors."""
     if slot.place.growing or slot.place.registered:
@@ -267,20 +256,19 @@ def _is_left(slot: Slot, *, graph: bool = False) -> bool:
     return any(t.grad_fn is not None for t in tensors) if graph else bool(tensors)
 
 
-def _alike(a: list[Tensor | None] | None, b: list[Tensor | None]) -> bool:
-    """Return whether two calls computed the same, but for rounding."""
-    if a is None or len(a) != len(b):
-        return False
-    return all(
-        x is y if x is None or y is None else x.shape == y.shape and _near(x, y)
-        for x, y in zip(a, b, strict=True)
-    )
+def _alike(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    """Return whether two calls drew and computed the same, but for rounding."""
+    (drawn, found), (again, results) = one, other
+    return drawn == again and len(found) == len(results) and all(map(_near, found, results))
 
 
-def _near(x: Tensor, y: Tensor) -> bool:
+def _near(x: Tensor | None, y: Tensor | None) -> bool:
+    if x is None or y is None:
+        return x is y
     if not (x.is_floating_point() or x.is_complex()):
         return torch.equal(x, y)
-    return torch.allclose(x.to_dense(), y.to_dense(), rtol=1e-3, equal_nan=True)
+    x, y = x.to_dense(), y.to_dense()
+    return x.shape == y.shape and torch.allclose(x, y, rtol=1e-3, equal_nan=True)
 
 
 def assigned_values(
@@ -336,8 +324,9 @@ class _Rewritten:
         for owner in self.owners:
             if places and owner.captured and owner.changed:
                 (t,) = owner.tensors
+                name = first_named(places, t) or "a place that cannot be found"
                 raise CellError(
-                    f"the cell writes in place to {first_named(places, t)}, a tensor of shape "
+                    f"the cell writes in place to {name}, a tensor of shape "
                     f"{tuple(t.shape)} that it captured: expected it to stay unchanged; register "
                     "it as a buffer of a module, or make it part of the state"
                 )

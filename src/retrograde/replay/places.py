@@ -48,11 +48,17 @@ class Place(ABC):
     growing = False
     #: A value's name in a message, from the place's name and the value's.
     form = "{}.{}"
-    #: torch's word for the values, if the place is a table of a module.
-    registered: str | None = None
 
-    def __init__(self, holder: Any, name: str, names: Collection[Any] | None = None) -> None:
+    def __init__(
+        self,
+        holder: Any,
+        name: str,
+        names: Collection[Any] | None = None,
+        registered: str | None = None,
+    ) -> None:
         self.holder, self.name, self.names = holder, name, names
+        #: torch's word for the values, if the place is a table of a module.
+        self.registered = registered
         self.but: frozenset[Any] = frozenset()
 
     @abstractmethod
@@ -76,15 +82,11 @@ class Place(ABC):
 
     def changed(self, seen: Seen) -> set[Any]:
         """Return the names whose values differ from the noted ones."""
-        now = self._now()
+        now = self.note()
         if len(now) == len(seen) and all(map(is_, now.values(), seen.values())):
             return set() if now.keys() == seen.keys() else {*now, *seen}
         both = now.keys() & seen.keys()
         return (now.keys() ^ seen.keys()) | {k for k in both if not _equal(now[k], seen[k])}
-
-    def _now(self) -> Seen:
-        """Return the values, to compare them at once."""
-        return self.note()
 
     def restore(self, seen: Seen) -> None:
         """Set the noted values; a container that is too long to be noted stays."""
@@ -100,19 +102,6 @@ class Place(ABC):
 
 class Entries(Place):
     """Names of a dict that are an object's attributes."""
-
-    def __init__(
-        self,
-        holder: dict[Any, Any],
-        name: str,
-        names: Collection[Any] | None = None,
-        registered: str | None = None,
-    ) -> None:
-        super().__init__(holder, name, names)
-        self.registered = registered
-
-    def _now(self) -> Seen:
-        return self.note() if self.but or self.names is not None else self.holder
 
     def read(self) -> Seen:
         if self.names is None:
@@ -267,11 +256,11 @@ def note(places: Iterable[Place]) -> Notes:
 
 
 def changes(notes: Notes) -> dict[Slot, Any]:
-    """Return what has changed since the values were noted, and each value then."""
+    """Return what has changed since the values were noted, in order, and each value then."""
     return {
         Slot(place, key): seen.get(key, ABSENT)
         for place, seen in notes.items()
-        for key in place.changed(seen)
+        for key in sorted(place.changed(seen), key=str)
     }
 
 
@@ -310,7 +299,6 @@ def _equal(a: Any, b: Any) -> bool:
     return isinstance(a, _PLAIN) and bool(a == b)
 
 
-def first_named(places: Sequence[Place], value: Any) -> str:
+def first_named(places: Iterable[Place], value: Any) -> str | None:
     """Return the name of the first place that holds a value."""
-    found = (p.called(k) for p in places for k, v in p.read().items() if v is value)
-    return next(found, "a place that cannot be found")
+    return next((p.called(k) for p in places for k, v in p.read().items() if v is value), None)

@@ -17,7 +17,7 @@ from abc import ABC
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from types import CodeType, FunctionType, ModuleType, SimpleNamespace
+from types import CodeType, FrameType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, Generic
 
 import numpy as np
@@ -36,7 +36,7 @@ from retrograde.replay.places import (
     Variable,
 )
 
-__all__ = ["MODULE_TABLES", "Referents", "find_referents"]
+__all__ = ["MODULE_TABLES", "Referents", "find_referents", "frames"]
 
 _DEPTH = 3
 _ITEMS = 1000  # entries of a list that are searched; a longer one may be a data set
@@ -102,10 +102,6 @@ class Referents:
         alike = (p for p in self.places if p.holder is place.holder)
         return any(p.names is None or key in p.names for p in alike)
 
-    def holds(self, t: Tensor) -> bool:
-        """Return whether a place holds a tensor."""
-        return any(value is t for place in self.places for value in place.read().values())
-
 
 def find_referents(parts: Sequence[Any]) -> Referents:
     """Find all that the functions and objects that a cell is made from refer to.
@@ -139,7 +135,8 @@ class _Walk:
         self.seen: dict[int, Any] = {}  # by id; values are held, so that no id is used again
         self.pending: deque[tuple[Any, str, int]] = deque()
         self.open: dict[type, tuple[Any, int, set[str]]] = {}  # whose methods may be called
-        self.running = set(_running()) if names is None else set[int]()
+        # By id, since what torch compiles has no hash.
+        self.running = {id(frame.f_code) for frame in frames()} if names is None else set[int]()
         for part in made_of:
             self.add(part, "the cell", _DEPTH)
 
@@ -306,22 +303,18 @@ class _Walk:
                     self.held(Attributes(value, value.__name__, own), depth)
 
 
-def _running() -> Iterator[int]:
-    """Iterate over the ids of the code that is being run; what torch compiles has no hash."""
-    frame = sys._getframe(1)
+def frames() -> Iterator[FrameType]:
+    """Iterate over what is being run, from the caller outward."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        yield id(frame.f_code)
-        frame = frame.f_back  # type: ignore[assignment]
+        yield frame
+        frame = frame.f_back
 
 
 def _runs(code: CodeType, value: Any) -> bool:
     """Return whether code is being run as a method of an object."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is code and frame.f_locals.get(code.co_varnames[0]) is value:
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
+    first = code.co_varnames[:1]
+    return any(f.f_code is code and f.f_locals.get(*first) is value for f in frames() if first)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -5,7 +5,7 @@ allowed, as in a state, they become tensors of one number, so that each is store
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,10 @@ _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 @dataclass(frozen=True)
 class Structure:
     """The structure of a tree that was flattened. ``kinds`` says what each leaf of ``spec`` is: a
-    tensor, a number or a None by its type, a dataclass by its fields."""
+    tensor, or by its type a number or a None."""
 
     spec: pytree.TreeSpec
-    kinds: tuple["type | _Fields", ...]
+    kinds: tuple[type, ...]
 
     @property
     def has_more_than_tensors(self) -> bool:
@@ -39,52 +39,51 @@ class Structure:
             return tensors[0]
         if self is _PAIR:
             return tuple(tensors)
-        return self._rebuilt(iter(tensors))
-
-    def _rebuilt(self, rest: Iterator[Any]) -> Any:
-        leaves = (_leaf(kind, rest) for kind in self.kinds)
-        return pytree.tree_unflatten(leaves, self.spec)
+        rest = iter(tensors)
+        return pytree.tree_unflatten((_leaf(kind, rest) for kind in self.kinds), self.spec)
 
     def __str__(self) -> str:
         return str(pytree.tree_unflatten(map(_Name, self.kinds), self.spec))
 
 
-@dataclass(frozen=True)
-class _Fields:
-    """A dataclass, its fields with a value, and their structure."""
-
-    made: type
-    names: tuple[str, ...]
-    within: Structure
-
-    def rebuilt(self, rest: Iterator[Any]) -> Any:
-        one: Any = object.__new__(self.made)
-        for name, value in zip(self.names, self.within._rebuilt(rest), strict=True):
-            object.__setattr__(one, name, value)
-        return one
-
-
-def _leaf(kind: type | _Fields, rest: Iterator[Any]) -> Any:
-    if kind is Tensor:
-        return next(rest)
+def _leaf(kind: type, rest: Iterator[Any]) -> Any:
     if kind is type(None):
         return None
-    if isinstance(kind, _Fields):
-        return kind.rebuilt(rest)
-    number = next(rest)
-    return number if number is None else number.detach().item()
+    found = next(rest)
+    return found if kind is Tensor or found is None else found.detach().item()
 
 
 @dataclass(frozen=True)
 class _Name:
     """The name of a leaf in a message."""
 
-    kind: type | _Fields
+    kind: type
 
     def __repr__(self) -> str:
-        if isinstance(self.kind, _Fields):
-            return f"{self.kind.made.__name__}{self.kind.within}"
         return {Tensor: "*", type(None): "None"}.get(self.kind, self.kind.__name__)
+
+
+class _Fields(tuple[Any, ...]):
+    """A dataclass as a node: its class, the names of the fields that have a value, the values."""
+
+
+def _opened(leaf: Any) -> Any:
+    """Return a dataclass, and those within it, as nodes of a pytree."""
+    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+        return leaf
+    names = tuple(f.name for f in dataclasses.fields(leaf) if hasattr(leaf, f.name))
+    return _Fields((type(leaf), names, [pytree.tree_map(_opened, getattr(leaf, n)) for n in names]))
+
+
+def _made(values: Iterable[Any], of: Any) -> Any:
+    made, names = of
+    one: Any = object.__new__(made)
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(one, name, value)
+    return one
+
+
+pytree.register_pytree_node(_Fields, lambda node: (node[2], node[:2]), _made)
 
 
 def flatten(tree: Any, name: str, *, numbers: bool = False) -> tuple[list[Tensor], Structure]:
@@ -103,30 +102,22 @@ def flatten(tree: Any, name: str, *, numbers: bool = False) -> tuple[list[Tensor
         return [tree], _LEAF
     if type(tree) is tuple and len(tree) == 2 and all(isinstance(t, Tensor) for t in tree):
         return list(tree), _PAIR
-    found: list[Tensor] = []
     leaves, spec = pytree.tree_flatten(tree)
-    return found, Structure(spec, tuple(_take(leaf, name, numbers, found) for leaf in leaves))
-
-
-def _take(leaf: Any, name: str, numbers: bool, found: list[Tensor]) -> type | _Fields:
-    """Add the tensors of a leaf to those found, and return its kind."""
-    if isinstance(leaf, Tensor):
-        found.append(leaf)
-        return Tensor
-    if numbers and type(leaf) in _NUMBERS:
-        found.append(torch.tensor(leaf, dtype=_NUMBERS[type(leaf)], device="cpu"))
-        return type(leaf)
-    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-        names = tuple(f.name for f in dataclasses.fields(leaf) if hasattr(leaf, f.name))
-        inner, within = flatten([getattr(leaf, n) for n in names], name, numbers=numbers)
-        found += inner
-        return _Fields(type(leaf), names, within)
-    if leaf is None:
-        return type(None)
-    raise CellError(
-        f"the {name} holds a {type(leaf).__name__}: expected a pytree of tensors; "
-        "turn numbers into tensors"
-    )
+    if any(map(dataclasses.is_dataclass, leaves)):
+        leaves, spec = pytree.tree_flatten(pytree.tree_map(_opened, tree))
+    found: list[Tensor] = []
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif numbers and type(leaf) in _NUMBERS:
+            found.append(torch.tensor(leaf, dtype=_NUMBERS[type(leaf)], device="cpu"))
+        elif leaf is not None:
+            raise CellError(
+                f"the {name} holds a {type(leaf).__name__}: expected a pytree of tensors; "
+                "turn numbers into tensors"
+            )
+    kinds = (Tensor if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
+    return found, Structure(spec, tuple(kinds))
 
 
 def flatten_inputs(tree: Any) -> tuple[list[Tensor], Structure]:

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError
 from retrograde.machine import MEASURING
+from retrograde.replay.referents import frames
 
 __all__ = ["DrawWatch", "in_checkpoint", "watched"]
 
@@ -138,8 +139,5 @@ def _hooks() -> Any:
 
 def in_checkpoint() -> bool:
     """Return whether ``torch.utils.checkpoint`` runs the caller of this function."""
-    module = sys.modules.get("torch.utils.checkpoint")
-    frame = sys._getframe() if module is not None else None
-    while frame is not None and frame.f_code.co_filename != module.__file__:  # type: ignore[union-attr]
-        frame = frame.f_back
-    return frame is not None
+    file = getattr(sys.modules.get("torch.utils.checkpoint"), "__file__", None)
+    return file is not None and any(frame.f_code.co_filename == file for frame in frames())

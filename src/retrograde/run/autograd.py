@@ -97,7 +97,8 @@ class _Outputs:
     def emit(self, start: int, stop: int, values: Tensors) -> None:
         if not self.tensors:
             self.tensors = self.layout.allocate(values)
-        self.layout.put(self.tensors, window(self.core, start, stop), values)
+        detached = [y.detach() for y in values]
+        self.layout.put(self.tensors, window(self.core, start, stop), detached)
 
 
 class _Recurrence(torch.autograd.Function):
@@ -131,7 +132,7 @@ class _Recurrence(torch.autograd.Function):
                 "the cell wrote in place to an input, an initial state or a parameter during the "
                 "forward pass: expected them to stay as they are; return new tensors instead"
             )
-        ctx.moved = core.ambient.steady.changes(ctx.marks)
+        core.ambient.steady.refuse_changes(ctx.marks)
         core.ambient.cut()
         ctx.versions = versions[n_inputs + n_state :]
         ctx.n_held = len(held)
@@ -152,7 +153,7 @@ class _Recurrence(torch.autograd.Function):
         run: Run = ctx.run
         parameters = run.core.parameters
         layout: Layout = ctx.layout
-        rerun = run.core.ambient.rerun(ctx.marks, ctx.moved)
+        rerun = run.core.ambient.rerun(ctx.marks)
         needs = ctx.needs_input_grad[_OTHERS:]
         if torch.is_grad_enabled():
             with rerun, ctx.autocast, muted_hooks(parameters):
@@ -166,13 +167,13 @@ class _Recurrence(torch.autograd.Function):
         read = layout.read(inputs, held)
         count = len(grads) - run.states
         wanted = [x if needed else None for x, needed in zip(inputs, needs, strict=False)]
-        late, device = not run.core.fused, inputs[0].device
+        eager, device = run.core.fused, inputs[0].device
         casts = ctx.casts or torch.is_autocast_enabled(device.type)
         gradients = Gradients(
             outputs=grads[:count],
             states=list(grads[count:]),
-            inputs=[None if late or x is None else layout.room(x) for x in wanted],
-            wanted=wanted if late else [],
+            inputs=[layout.room(x) if eager and x is not None else None for x in wanted],
+            wanted=wanted,
             parameters=run.core.totals(),
             length=run.length,
             layout=layout,

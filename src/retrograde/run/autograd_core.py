@@ -26,7 +26,7 @@ from retrograde.replay.captured import LeafWatch
 from retrograde.run.core import Core, Emit, Gate, Gradients, Tape, as_leaf, window
 from retrograde.run.inputs import Inputs
 from retrograde.run.layout import Layout
-from retrograde.run.states import Packed, apart, each_once, pack
+from retrograde.run.states import apart, each_once
 from retrograde.schedule import Action, Backward, Load
 
 __all__ = ["AutogradCore", "Settled", "run_ordinary"]
@@ -57,7 +57,6 @@ class Graph(Tape):
     """A tape that is an autograd graph, of one call or, for a cell, of several steps."""
 
     state: Tensors  # the leaves that the range begins with
-    last: bool  # whether it ends with the last step of all
     output_edges: list[GradientEdge | None]  # one edge for the outputs of several steps
     state_edges: list[GradientEdge | None]
 
@@ -120,9 +119,6 @@ class AutogradCore(Core):
         loaded = {a.at for a in actions if isinstance(a, Load)}
         return sorted(loaded | {a.start for a in actions if isinstance(a, Backward)})
 
-    def stored(self, state: Tensors) -> Sequence[Tensor | Packed]:
-        return pack(state)
-
     def advance(
         self, inputs: Inputs, start: int, stops: Sequence[int], state: Tensors, emit: Emit | None
     ) -> list[Tensors]:
@@ -177,7 +173,6 @@ class AutogradCore(Core):
             wanted=[t.requires_grad for t in x],
             passes=[edge is not None for edge in state_edges],
             state=first,
-            last=last,
             output_edges=output_edges,
             state_edges=state_edges,
             state_after=each_once(Tensor.detach, after),

@@ -18,7 +18,6 @@ from torch import Tensor
 from retrograde.replay.surroundings import Ambient, Snapshot
 from retrograde.run.inputs import Inputs
 from retrograde.run.layout import Layout
-from retrograde.run.states import Packed
 from retrograde.schedule import Action
 
 __all__ = [
@@ -116,10 +115,6 @@ class Core(ABC):
     def cuts(self, actions: Iterable[Action], length: int) -> Sequence[int]:
         """Return the steps at which a recording is divided into tapes, ascending."""
         return () if self.joins else range(length)
-
-    def stored(self, state: Tensors) -> Sequence[Tensor | Packed]:
-        """Return the stored form of a state."""
-        return state
 
     @abstractmethod
     def advance(

@@ -16,7 +16,7 @@ from torch import Tensor
 from retrograde.replay.surroundings import Snapshot, Trail
 from retrograde.run.core import Core, Emit, Gradients, Tape, unrecorded
 from retrograde.run.inputs import Inputs
-from retrograde.run.states import Packed, each_once, unpack
+from retrograde.run.states import each_once
 from retrograde.schedule import Action, Advance, Backward, Free, Load, Record, Schedule, Store
 
 __all__ = ["Run"]
@@ -39,7 +39,7 @@ class Run:
     done: int = 0
     position: int = 0
     state: Tensors = field(default_factory=list)
-    stored: dict[int, tuple[Sequence[Tensor | Packed], Snapshot]] = field(default_factory=dict)
+    stored: dict[int, tuple[Tensors, Snapshot]] = field(default_factory=dict)
     tapes: list[Tape] = field(default_factory=list)
     cuts: Sequence[int] | None = None
     states: int = 0
@@ -78,7 +78,7 @@ class Run:
             case Advance(start):
                 self._advance(inputs, start, emit)
             case Store(at):
-                self.stored[at] = (self.core.stored(self.state), self.core.ambient.capture())
+                self.stored[at] = self.state, self.core.ambient.capture()
             case Record(start, stop):
                 for a, b in self._tapes(start, stop):
                     state, self.state = [*self.state], []
@@ -109,7 +109,7 @@ class Run:
         *between, (self.position, self.state) = zip(stops, states, strict=True)
         del states
         for at, state in between:
-            self.stored[at] = (state, self.core.ambient.capture())
+            self.stored[at] = state, self.core.ambient.capture()
         self.trail.arrive(self.position)
 
     def _tapes(self, start: int, stop: int) -> list[tuple[int, int]]:
@@ -122,7 +122,6 @@ class Run:
 
     def _kept(self, at: int) -> tuple[Tensors, Snapshot]:
         if at in self.stored:
-            state, ambient = self.stored[at]
-            return unpack(state), ambient
+            return self.stored[at]
         tape = next(tape for tape in reversed(self.tapes) if tape.stop == at)
         return tape.state_after, tape.ambient_after

@@ -8,7 +8,7 @@ the inputs, and writes the call's outputs and input gradients to their positions
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -52,8 +52,10 @@ class Layout(Protocol):
         ...
 
     def joined(self, outputs: Tensors) -> Tensors:
-        """Return the outputs of a call of all steps in the caller's form."""
-        ...
+        """Return the outputs of a call of all steps in the caller's form, with their graph."""
+        tensors = self.allocate([y[0] for y in outputs])
+        self.put(tensors, slice(0, self.length), outputs)
+        return tensors
 
     def parts(self, tensors: Sequence[Gradient], index: Index) -> list[Gradient]:
         """Return, for each output of a call, its part of the outputs or of their gradients."""
@@ -63,11 +65,11 @@ class Layout(Protocol):
         """Write the outputs of a call to their positions."""
         for part, value in zip(self.parts(tensors, index), values, strict=True):
             if part is not None:
-                part.copy_(value.detach())
+                part.copy_(value)
 
     def room(self, x: Tensor) -> Tensor:
         """Allocate the gradient of an input."""
-        ...
+        return torch.zeros_like(x)
 
     def take(self, totals: Sequence[Gradient], index: Index, shares: Sequence[Gradient]) -> None:
         """Write the input gradients of one call into those of all steps."""
@@ -121,10 +123,6 @@ class Straight(Layout):
 
     def parts(self, tensors: Sequence[Gradient], index: Index) -> list[Gradient]:
         return [None if t is None else t[index] for t in tensors]
-
-    def put(self, tensors: Tensors, index: Index, values: Tensors) -> None:
-        for t, value in zip(tensors, values, strict=True):
-            t[index] = value.detach()
 
     def room(self, x: Tensor) -> Tensor:
         return torch.empty_like(x)
@@ -247,8 +245,7 @@ class Ragged(Layout):
         return wanted if self.lengths is None else [*wanted, False]
 
     def leaves(self, tensors: Tensors, index: Index) -> Tensors:
-        ends = (False, True) if self.both else (False,)
-        leaves = [t[self.rows(index, back=back)] for back in ends for t in tensors]
+        leaves = [t[self.rows(index, back=back)] for back in self._ends for t in tensors]
         return leaves if self.lengths is None else [*leaves, self.goes_on(index)]
 
     def goes_on(self, index: Index) -> Tensor:
@@ -272,37 +269,12 @@ class Ragged(Layout):
         half = len(values) // 2 if self.both else len(values)
         found = []
         for y in values[:half]:
-            lead = (self.length, y.shape[0]) if self.starts is None else (self._count,)
+            lead: tuple[int, ...] = (self.length, y.shape[0])
+            if self.starts is not None and self.lengths is not None:
+                lead = (int(self.lengths.sum()),)
             width = y.shape[-1:] if not self.both else (2 * y.shape[-1],)
             found.append(y.new_zeros(*lead, *y.shape[1:-1], *width))
         return found
-
-    def joined(self, outputs: Tensors) -> Tensors:
-        if not self.both:
-            return [self._placed(y, back=False) for y in outputs]
-        half = len(outputs) // 2
-        pairs = zip(outputs[:half], outputs[half:], strict=True)
-        return [
-            torch.cat([self._placed(y, back=False), self._placed(z, back=True)], -1)
-            for y, z in pairs
-        ]
-
-    def _placed(self, y: Tensor, *, back: bool) -> Tensor:
-        """Return the outputs of one direction, step after step, as a new tensor for the caller."""
-        index = slice(0, self.length)
-        rows = self.rows(index, back=back)
-        if self.lengths is None:
-            return y[rows]
-        whole = (
-            torch.zeros_like(y) if self.starts is None else y.new_zeros(self._count, *y.shape[2:])
-        )
-        return whole.index_put(*self._chosen(rows, index, y))
-
-    @property
-    def _count(self) -> int:
-        """The number of rows of a packed batch."""
-        assert self.lengths is not None
-        return int(self.lengths.sum())
 
     def parts(self, tensors: Sequence[Gradient], index: Index) -> list[Gradient]:
         return [
@@ -313,26 +285,24 @@ class Ragged(Layout):
     def put(self, tensors: Tensors, index: Index, values: Tensors) -> None:
         for (back, column), value in zip(self._columns(tensors), values, strict=True):
             assert column is not None
-            rows = self.rows(index, back=back)
-            if self.lengths is None:
-                column[rows] = value.detach()
-            else:
-                column.index_put_(*self._chosen(rows, index, value.detach()))
-
-    def room(self, x: Tensor) -> Tensor:
-        return torch.zeros_like(x)
+            self._write(column, index, value, back=back, add=False)
 
     def take(self, totals: Sequence[Gradient], index: Index, shares: Sequence[Gradient]) -> None:
-        ends = (False, True) if self.both else (False,)
-        pairs = [(back, total) for back in ends for total in totals]
+        pairs = [(back, total) for back in self._ends for total in totals]
         for (back, total), share in zip(pairs, shares, strict=False):
-            if total is None or share is None:
-                continue
-            rows = self.rows(index, back=back)
-            if self.lengths is None:
-                total[rows] += share
-            else:
-                total.index_put_(*self._chosen(rows, index, share), accumulate=True)
+            if total is not None and share is not None:
+                self._write(total, index, share, back=back, add=True)
+
+    def _write(self, t: Tensor, index: Index, values: Tensor, *, back: bool, add: bool) -> None:
+        """Write the rows of samples that still have steps."""
+        rows = self.rows(index, back=back)
+        if self.lengths is not None:
+            goes_on = self.goes_on(index)
+            t.index_put_(tuple(one[goes_on] for one in rows), values[goes_on], accumulate=add)
+        elif add:
+            t[rows] += values
+        else:
+            t[rows] = values
 
     def _numbers(self, index: Index) -> Tensor:
         """Return the steps of a call, (1,), or (L, 1) for several."""
@@ -341,17 +311,18 @@ class Ragged(Layout):
             return torch.arange(index.start, index.stop, device=device).unsqueeze(-1)
         return torch.tensor([index], device=device)
 
-    def _chosen(self, rows: tuple[Tensor, ...], index: Index, t: Tensor) -> tuple[Any, Tensor]:
-        """Return the rows of samples that still have steps, and their part of a tensor."""
-        goes_on = self.goes_on(index)
-        return tuple(one[goes_on] for one in rows), t[goes_on]
+    @property
+    def _ends(self) -> tuple[bool, ...]:
+        """For each direction, whether it runs backward."""
+        return (False, True) if self.both else (False,)
 
-    def _columns(self, tensors: Sequence[Gradient]) -> list[tuple[bool, Gradient]]:
-        """Return whether each output of a call runs backward, and its part of the tensors."""
-        if not self.both:
-            return [(False, t) for t in tensors]
-        halves = [(None, None) if t is None else t.chunk(2, -1) for t in tensors]
-        return [(False, one[0]) for one in halves] + [(True, one[1]) for one in halves]
+    def _columns(self, tensors: Sequence[Gradient]) -> Iterator[tuple[bool, Gradient]]:
+        """Iterate over the outputs of a call: whether each runs backward, and its part of the
+        tensors. A part is cut when it is reached, since autograd follows writes to the others."""
+        for back in self._ends:
+            for t in tensors:
+                half = 0 if t is None else t.shape[-1] // 2
+                yield back, t if t is None or not self.both else t.narrow(-1, back * half, half)
 
 
 @dataclass(frozen=True)
@@ -397,9 +368,6 @@ class Blocks(Layout):
 
     def put(self, tensors: Tensors, index: Index, values: Tensors) -> None:
         self.steps.put(tensors, self.span(index), values)
-
-    def room(self, x: Tensor) -> Tensor:
-        return self.steps.room(x)
 
     def take(self, totals: Sequence[Gradient], index: Index, shares: Sequence[Gradient]) -> None:
         self.steps.take(totals, self.span(index), shares)

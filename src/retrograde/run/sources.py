@@ -14,15 +14,16 @@ values. There are four kinds:
 torch allocates what is read, so :mod:`retrograde.sizes.allocations` counts it. The pages of a
 memory map belong to the operating system and are not counted.
 
-Inputs in main memory serve a model on a GPU: :mod:`retrograde.run.moved` moves what is read.
+Inputs in main memory serve a model on a GPU: what is read is moved (:class:`Moved`).
 """
 
 import operator
 import tempfile
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, SupportsIndex
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol, SupportsIndex, cast
 
 import numpy as np
 import torch
@@ -33,9 +34,8 @@ from retrograde.errors import CellError
 from retrograde.replay.generators import OwnRandom, random_position
 from retrograde.replay.trees import Structure, flatten
 from retrograde.run.inputs import check_length
-from retrograde.run.moved import Moved
 
-__all__ = ["Arrays", "Source", "Spool", "Steps", "Stream", "open_source"]
+__all__ = ["Arrays", "Moved", "Source", "Spool", "Steps", "Stream", "open_source"]
 
 Tensors = list[Tensor]
 
@@ -77,22 +77,25 @@ def open_source(inputs: Any, length: SupportsIndex | None, device: torch.device)
                 [2., 2.]])])
     """
     steps = None if length is None else _whole(length)
-    source = _opened(inputs, steps, device)
+    source: Source
+    if all(_is_array(leaf) for leaf in pytree.tree_leaves(inputs) if leaf is not None):
+        source = Arrays.of(inputs, steps)
+    else:
+        source = Steps(_reader(inputs, device), _told(steps, inputs), device)
     return source if device.type == "cpu" else Moved(source, device)
 
 
-def _opened(inputs: Any, steps: int | None, device: torch.device) -> "Arrays | Steps":
-    leaves = [leaf for leaf in pytree.tree_leaves(inputs) if leaf is not None]
-    if all(map(_is_array, leaves)):
-        return Arrays.of(inputs, steps)
+def _reader(inputs: Any, device: torch.device) -> Callable[[int], Any]:
+    """Return a function of the step that reads its input."""
     if hasattr(inputs, "__next__"):
-        return Steps(Spool(inputs, device), _told(steps, inputs), device)
-    if hasattr(inputs, "__getitem__") and not isinstance(inputs, list | tuple | dict):
-        return Steps(inputs.__getitem__, _told(steps, inputs), device)
-    if hasattr(inputs, "__iter__") and not isinstance(inputs, list | tuple | dict):
-        return Steps(Spool(iter(inputs), device), _told(steps, inputs), device)
-    if callable(inputs):
-        return Steps(inputs, _told(steps, inputs), device)
+        return Spool(inputs, device)
+    if not isinstance(inputs, list | tuple | dict):
+        if hasattr(inputs, "__getitem__"):
+            return cast(Callable[[int], Any], inputs.__getitem__)
+        if hasattr(inputs, "__iter__"):
+            return Spool(iter(inputs), device)
+        if callable(inputs):
+            return cast(Callable[[int], Any], inputs)
     raise CellError(
         f"cannot read inputs from a {type(inputs).__name__}: expected a pytree of tensors or "
         "arrays with time first, a function of the step, something indexed by it, or an iterator; "
@@ -107,11 +110,10 @@ class Arrays:
     leaves: list[Any]
     structure: Structure
     length: int
-    trained: list[Tensor | None] = field(init=False)
 
-    def __post_init__(self) -> None:
-        trained = [t if isinstance(t, Tensor) and t.requires_grad else None for t in self.leaves]
-        object.__setattr__(self, "trained", trained)
+    @cached_property
+    def trained(self) -> list[Tensor | None]:
+        return [t if isinstance(t, Tensor) and t.requires_grad else None for t in self.leaves]
 
     @classmethod
     def of(cls, inputs: Any, length: int | None) -> "Arrays":
@@ -139,7 +141,7 @@ class Steps:
         self.get, self.length = get, length
         position = random_position(device)
         with torch.enable_grad():  # so that an input with a history is detected at once
-            leaves, self.structure = self._read(0)
+            leaves, self.structure = _leaves(get(0), 0)
             self.form = _Form.of(leaves, self.structure)
         if position != random_position(device):
             raise CellError(
@@ -165,12 +167,9 @@ class Steps:
         return whole
 
     def _step(self, t: int) -> Tensors:
-        leaves, structure = self._read(t)
+        leaves, structure = _leaves(self.get(t), t)
         self.form.check(leaves, structure, t)
         return leaves
-
-    def _read(self, t: int) -> tuple[Tensors, Structure]:
-        return _leaves(self.get(t), t)
 
 
 class Spool:
@@ -228,6 +227,28 @@ class Spool:
         self.count += 1
 
 
+class Moved:
+    """A source whose tensors in main memory are moved to a GPU as they are read. They are copied
+    through pinned memory, so the program does not wait for it."""
+
+    def __init__(self, source: Source, device: torch.device) -> None:
+        self.source, self.device = source, device
+        self.structure, self.trained = source.structure, source.trained
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int | slice) -> Tensors:
+        parts = zip(self.source[index], self.trained, strict=True)
+        return [self._moved(t) if trained is None else t for t, trained in parts]
+
+    def _moved(self, t: Tensor) -> Tensor:
+        if t.device.type != "cpu":
+            return t
+        pinned = t.pin_memory() if self.device.type == "cuda" else t
+        return pinned.to(self.device, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class Stream:
     """A source with one more leaf: the number of each step.
@@ -266,10 +287,6 @@ class Stream:
         if self.probed is not None:
             first = max(0, min(self.probed + 1, len(self)) - (stop - start))
         return [*self.source[index], torch.arange(first, first + stop - start, device="cpu")]
-
-    def probing(self, number: int) -> "Stream":
-        """Return the same stream with another number for its steps."""
-        return replace(self, probed=number)
 
 
 @dataclass(frozen=True)

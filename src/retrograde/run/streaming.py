@@ -11,7 +11,6 @@ leaf, as in an ordinary backward pass.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +22,6 @@ from retrograde.replay.surroundings import autocast_as_now, muted_hooks, version
 from retrograde.run.core import Core, Gradients
 from retrograde.run.executor import Run
 from retrograde.run.layout import Straight
-from retrograde.run.moved import Moved
 from retrograde.run.sources import Stream
 from retrograde.schedule import Schedule
 from retrograde.schedule.schedule import forward_ranges
@@ -45,13 +43,10 @@ def run_stream(
     state: Tensors,
     take_input: TakeInput | None = None,
     progress: Progress | None = None,
-    *,
-    ahead: bool = False,
 ) -> tuple[Tensor, Tensors]:
     """Run a recurrence with its loss, backpropagate it, and accumulate the gradients.
 
-    Returns the sum of all losses in double precision, and the state after the last step. ``ahead``
-    allows arrays in main memory to be copied to a GPU one range ahead.
+    Returns the sum of all losses in double precision, and the state after the last step.
 
     Raises:
         CellError: a property of the core found at one step does not hold at another.
@@ -74,18 +69,12 @@ def run_stream(
     mine = [*state, *core.parameters, *(t for t in stream.source.trained if t is not None)]
     versions, marks = [version(t) for t in mine], core.ambient.steady.marks()
     run = Run(core, schedule, len(stream))
-    source = stream.source
-    copying: AbstractContextManager[None] = nullcontext()
-    if ahead and isinstance(source, Moved):
-        copying = source.ahead(
-            zip(*(one.tolist() for one in forward_ranges(schedule)), strict=True)
-        )
-    with autocast_as_now(device), muted_hooks(core.parameters), copying:
+    with autocast_as_now(device), muted_hooks(core.parameters):
         after = run.forward(inputs, state, lambda start, stop, values: _add(total, values))
         gradients.states = [None] * len(after)
-        moved = core.ambient.steady.changes(marks)
+        core.ambient.steady.refuse_changes(marks)
         core.ambient.cut()
-        with core.ambient.rerun(marks, moved):
+        with core.ambient.rerun(marks):
             run.backward(inputs, gradients)
             core.complete()
     if versions != [version(t) for t in mine]:

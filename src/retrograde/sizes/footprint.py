@@ -19,7 +19,7 @@ from retrograde.run.autograd_core import AutogradCore
 from retrograde.run.core import Core, Emit, Gradients, Tape
 from retrograde.run.inputs import Inputs
 from retrograde.run.layout import Blocks, Held, Straight
-from retrograde.run.states import laid_bytes, like_of, pack, stored_memory
+from retrograde.run.states import like_of
 from retrograde.schedule import Advance, Record, Schedule
 from retrograde.sizes.allocations import measure, measure_phases
 from retrograde.sizes.ordinary import (
@@ -116,7 +116,7 @@ def footprint(
         if isinstance(inputs, Held) and isinstance(inputs.layout, Blocks):
             single, blocks = inputs.layout.steps.read(inputs.tensors), inputs.layout
         trial = _first_step_bytes(core, single, begins)
-        stored, laid = (0, 0) if core.fused else _stored_bytes(core, inputs, state)
+        stored = 0 if core.fused else _stored_bytes(core, inputs, state)
     # A state's plain numbers become tensors of ours, before the call and after it.
     numbers = 2 * sum(_rounded(t) for t in begins if not t.dim())
     if not core.joins:  # ranges are single steps: only held bytes grow
@@ -132,7 +132,7 @@ def footprint(
 
     gradient = sum(_rounded(t) for t in state if t.is_floating_point() or t.is_complex())
     gradient *= 2 if core.fused else 1  # a kernel may need zeros where a state has no gradient
-    ambient = sum(map(_rounded, core.ambient.capture()))
+    ambient = sum(_rounded(t) for t in core.ambient.capture() if isinstance(t, Tensor))
     gradient += ambient  # restored after the last recomputation
     if core.sums:  # the loss's own gradient
         gradient += _rounded(torch.ones((), dtype=torch.float64, device=device))
@@ -151,7 +151,7 @@ def footprint(
         unit=f"blocks of {blocks.size} steps" if blocks else "steps",
         even=told is not None,
         # The surroundings at the beginning of the call are kept for a second backward pass.
-        call_bytes=laid + more + (0 if core.sums else ambient),
+        call_bytes=more + (0 if core.sums else ambient),
         final_bytes=final,
         trial_bytes=trial + numbers,
         extra_bytes=numbers,
@@ -253,12 +253,11 @@ def _advance_bytes(core: Core, inputs: Inputs, state: Tensors, steps: int) -> in
     return measure(lambda: core.advance(inputs, 0, [steps], state, emit), device=device).peak_bytes
 
 
-def _stored_bytes(core: Core, inputs: Inputs, state: Tensors) -> tuple[int, int]:
-    """Return the bytes of a state after a step: those stored, and those added while it is
-    current.
-    """
+def _stored_bytes(core: Core, inputs: Inputs, state: Tensors) -> int:
+    """Return the bytes of a state after a step."""
     (after,) = core.advance(inputs, 0, [1], state, None)
-    return sum(map(_rounded, stored_memory(pack(after)))), laid_bytes(after)
+    storages = (t.untyped_storage() for t in after)
+    return sum(map(_rounded, {s.data_ptr(): s for s in storages}.values()))
 
 
 def _first_step_bytes(core: Core, inputs: Inputs, state: Tensors) -> int:
