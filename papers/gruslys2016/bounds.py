@@ -11,6 +11,7 @@ With C for the cost of HSM unless it says otherwise, t for the length and m for 
 A sweep visits every cell, one row a memory: 10⁸ cells take some ten seconds and no table.
 """
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from math import factorial
 
@@ -21,7 +22,7 @@ from matplotlib.ticker import FuncFormatter
 from numpy.typing import NDArray
 
 from retrograde.figures.style import tidy
-from retrograde.plan import cost, longest
+from retrograde.plan import cost
 from retrograde_papers.curves import BLUE, GREEN, RED, VIOLET, draw_level
 from retrograde_papers.plates import Column, Plate, captioned
 
@@ -53,6 +54,16 @@ def bounds_power(length: int = _LENGTH, memories: Sequence[int] = _MEMORIES) -> 
     return captioned(
         "bounds_power", "HSM's cost against t^(1+1/m), cell by cell", table, figure, note
     )
+
+
+def longest(a: int, memory: int) -> int:
+    """T(a, m): the longest sequence that HSM backpropagates at most a forward steps for each step.
+
+    Example:
+        >>> longest(2, 50), longest(3, 50)
+        (52, 1378)
+    """
+    return bisect_left(range(1, 2**60), True, key=lambda t: cost(t, memory) > a * t)
 
 
 def bounds_linear(length: int = _LENGTH, memories: Sequence[int] = _MEMORIES) -> Plate:

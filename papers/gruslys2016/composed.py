@@ -17,9 +17,10 @@ from math import factorial
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from gruslys2016.bounds import longest
 from retrograde.figures.schedules import draw_schedule
 from retrograde.figures.style import INK
-from retrograde.plan import longest, plan
+from retrograde.plan import plan
 from retrograde.schedule import Action, Advance, Backward, Load, Record, Schedule, Store, merge
 from retrograde_papers.plates import Column, Plate, captioned
 

@@ -44,7 +44,7 @@ def precompile() -> None:
 
 def _plan() -> None:
     rg.plan(30_000, 300)
-    rg.longest(2, 9, "best", alpha=1)
+    rg.cost(9, 4, policy="best", alpha=1)
     sizes = [1_000_003 + 70_001 * (7 * i % 5) for i in range(12)]
     chain = rg.Chain([1.0, 2.0, 1.5] * 4, [2.0] * 12, sizes, [3 * size for size in sizes])
     rg.plan(chain, 12_345_678)

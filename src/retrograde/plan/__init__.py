@@ -5,7 +5,7 @@ Importing it loads neither torch nor numba: kernels are compiled on first use.
 
 from retrograde.plan.arguments import CHAIN_POLICIES, POLICIES
 from retrograde.plan.chains import chain_minimum
-from retrograde.plan.inverse import TradeOff, least_memory, longest, trade_off
+from retrograde.plan.inverse import TradeOff, least_memory, trade_off
 from retrograde.plan.planner import cost, plan, split
 
 __all__ = [
@@ -15,7 +15,6 @@ __all__ = [
     "chain_minimum",
     "cost",
     "least_memory",
-    "longest",
     "plan",
     "split",
     "trade_off",

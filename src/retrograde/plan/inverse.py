@@ -1,17 +1,12 @@
-"""The inverse questions: the memory for a cost, the longest sequence, and the trade-off curve.
+"""The inverse questions: the memory for a cost, and the trade-off curve.
 
-Every cost falls with memory and grows with length, so each question is a bisection over
-:func:`retrograde.plan.cost`; every answer is exact. T(a, m), the longest sequence at a cost of at
-most a forward steps for each step, is that of G16, appendix B.2. With hidden and internal states
-C(t, m)/t may fall with t. But a convex function that begins at 0 bounds the cost from below
-(``docs/science.md``). Once that function is above a·t, all longer sequences are too expensive.
+Every cost falls with memory, so the first is a bisection over :func:`retrograde.plan.cost`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left
 from dataclasses import dataclass, field
-from fractions import Fraction
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +14,8 @@ from numpy.typing import NDArray
 from retrograde.errors import ScheduleError
 from retrograde.plan.arguments import check_policy, integer, takes_no_memory, units_of
 from retrograde.plan.planner import cost as cost_of
-from retrograde.plan.steps.best import closed_form
 
-__all__ = ["TradeOff", "least_memory", "longest", "trade_off"]
+__all__ = ["TradeOff", "least_memory", "trade_off"]
 
 _MOST_POINTS = 10**6
 
@@ -101,64 +95,10 @@ def least_memory(
             f"cost is {allowed}: no memory is enough; {steps} steps of {policy!r} take at least "
             f"{least} forward steps, with a memory of {enough}"
         )
-    low, high = 0, 1  # doubled from below, since tables grow with the memory
+    high = 1  # doubled from below, since tables grow with the memory
     while high < enough and spent(high) > allowed:
-        low, high = high, min(2 * high, enough)
-    return _bisect(low, high, lambda memory: spent(memory) <= allowed)
-
-
-def longest(
-    cost_per_step: float | Fraction,
-    memory: int,
-    policy: str = "hsm",
-    *,
-    alpha: int | None = None,
-    beta: int | None = None,
-) -> int:
-    """Return T(a, m), the longest sequence at a cost of at most a = ``cost_per_step`` a step.
-
-    Args:
-        cost_per_step: forward steps allowed for each step, at least 1; used exactly as given.
-        memory: slots, in the policy's units.
-        policy, alpha, beta: ``"hsm"``, ``"ism"``, ``"msm"`` or ``"best"``, and its sizes as
-            :func:`~retrograde.plan.plan` has them.
-
-    Returns:
-        Steps, of any size.
-
-    Raises:
-        ScheduleError: an argument is out of range; or the policy is ``"best"`` with α = β, which
-            has no closed form.
-
-    Example:
-        >>> longest(2, 50), longest(3, 50), longest(2, 50, "ism")
-        (52, 1378, 1375)
-    """
-    _ask(1, policy, alpha, beta)
-    slots = integer("memory", memory)
-    try:
-        allowed = Fraction(cost_per_step)
-    except (TypeError, ValueError, OverflowError):
-        allowed = Fraction(0)
-    if allowed < 1:
-        raise ScheduleError(
-            f"cost_per_step is {cost_per_step!r}: expected 1 or more, since every step is run once"
-        )
-
-    def fits(steps: int) -> bool:
-        return cost_of(steps, slots, policy, alpha=alpha, beta=beta) <= allowed * steps
-
-    if policy in ("hsm", "ism"):
-        return _last(fits)
-    units = units_of(alpha, beta)
-    form = closed_form(slots, units, policy)
-    if form is None:
-        raise ScheduleError(
-            f"the policy 'best' has no closed form where alpha = beta = {units.beta}: ask for "
-            "'msm', whose longest sequence is no longer, or for the cost at lengths of interest"
-        )
-    steps = _last(lambda steps: form.hull(steps) <= allowed * steps)
-    return next(t for t in range(steps, 0, -1) if fits(t))
+        high = min(2 * high, enough)
+    return bisect_left(range(1, high), True, key=lambda memory: spent(memory) <= allowed) + 1
 
 
 def trade_off(
@@ -197,26 +137,6 @@ def trade_off(
         steps, policy, memories[drops], costs[drops],
         units.alpha if units else None, units.beta if units else None,
     )  # fmt: skip
-
-
-def _bisect(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """Return the least number in (``low``, ``high``] for which a monotone condition holds. Unlike
-    :mod:`bisect`, this takes integers of any size."""
-    while high - low > 1:
-        middle = (low + high) // 2
-        if holds(middle):
-            high = middle
-        else:
-            low = middle
-    return high
-
-
-def _last(holds: Callable[[int], bool]) -> int:
-    """Return the greatest number from 1 on for which a condition holds; beyond it, none does."""
-    high = 2
-    while holds(high):
-        high *= 2
-    return _bisect(high // 2, high, lambda number: not holds(number)) - 1
 
 
 def _ask(length: int, policy: str, alpha: int | None, beta: int | None) -> int:
