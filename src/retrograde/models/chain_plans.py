@@ -12,6 +12,7 @@ follow another plan; its gradient is the same, bit for bit.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -143,13 +144,17 @@ class ChainPlans(Plans):
         if plan == kept_whole(kind.sizes):
             return None
         row, before, value, made = Row(plan), None, input, list[Tensor | None]()
-        still = kind.still.marks()
+        still, dropped = kind.still.marks(), []
         for number, unit in enumerate(kind.units):
             given = Given((value,))
             value, before = row.run(number, unit, unit.forward, given, made, before)
             made = made_by(value, given.leaves)
+            dropped += [ref(before)] if before is not None else []
         first, last = kind.units[0].name, kind.units[-1].name
-        kind.still.refuse_changes(still, f"one of the layers {first} … {last}")
+        moved = kind.still.changes(still, f"one of the layers {first} … {last}")
+        for call in (one() for one in dropped if moved):
+            if call is not None:
+                call.moved += moved
         return value
 
     def _kind(self, net: nn.Sequential, input: Any) -> Kind | None:

@@ -26,6 +26,7 @@ from retrograde.models.given import Given, tensors_in, unflatten
 from retrograde.models.lean import lean as lean_pass
 from retrograde.models.tape import Tape
 from retrograde.plan.calls import Part
+from retrograde.replay.generators import Source
 from retrograde.replay.surroundings import Ambient, Trail, autocast_as_now, version
 from retrograde.run.core import unrecorded
 
@@ -115,6 +116,7 @@ class Dropped:
         self.before: Dropped | None = None  # the call before it, which must live as long
         ambient = unit.ambient
         self.marks, self.then = ambient.steady.marks(), ambient.capture()
+        self.moved: tuple[Source, ...] = ()
         self.trail = Trail(ambient)  # by the number of tensors that were saved
 
     def run(self, forward: Callable[..., Any], given: Given) -> Any:
@@ -123,7 +125,7 @@ class Dropped:
         with saved_tensors_hooks(partial(self._drop, ours), recipes.unpack):  # type: ignore[arg-type]
             result = forward(*given.args, **given.kwargs)
         self.trail.arrive(len(self.saved))
-        self.unit.ambient.steady.refuse_changes(self.marks, f"layer {self.unit.name}")
+        self.moved += self.unit.ambient.steady.changes(self.marks, f"layer {self.unit.name}")
         if any(one.is_overwritten() for one in self.given):
             raise CellError(
                 f"layer {self.unit.name} writes in place to what it is given, which is used again: "
@@ -167,7 +169,7 @@ class Dropped:
                 "it: expected it to stay as it was; call backward() before optimizer.step()"
             )
         ambient = self.unit.ambient
-        with ambient.rerun(self.marks), self.autocast:
+        with ambient.rerun(self.marks, self.moved, f"layer {self.unit.name}"), self.autocast:
             ambient.restore(self.then)
             yield
 

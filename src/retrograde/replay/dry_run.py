@@ -14,6 +14,7 @@ wrote to, entries of lists longer than a thousand, and what cannot be found from
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
@@ -23,7 +24,7 @@ from torch import Tensor
 from retrograde.errors import CellError
 from retrograde.machine import MEASURING, unpacked
 from retrograde.replay.captured import distinct, foreign_tensors
-from retrograde.replay.generators import Source, draws_python, sources
+from retrograde.replay.generators import OwnDraws, Source, draws_python, is_alone, sources
 from retrograde.replay.places import (
     ABSENT,
     HandsOn,
@@ -165,9 +166,15 @@ class _Trial(Generic[T]):
                 for slot in changes(noted):
                     if slot not in (*graphs, *again):
                         raise _refusal(slot)
+        if self.drawn and not is_alone():
+            del value
+            drawn, self.drawn = self.drawn, ()  # a generator of another thread's is not rewound
+            ours = OwnDraws(drawn)
+            mark, value = self.once(ours)
+            self.drawn = tuple(s for s in drawn if s in ours.drawn or draws_python(s))
         return mark, value
 
-    def once(self) -> tuple[int, T]:
+    def once(self, watch: OwnDraws | None = None) -> tuple[int, T]:
         """Call from the states at the beginning. Return autograd's sequence number, and the result.
 
         Autocast's weight cache is off: casts of an earlier call would look like tensors from
@@ -177,7 +184,8 @@ class _Trial(Generic[T]):
         cached = torch.is_autocast_cache_enabled()
         torch.set_autocast_cache_enabled(False)
         try:
-            found = torch._C._autograd._get_sequence_nr(), self.call()
+            with watch or nullcontext():
+                found = torch._C._autograd._get_sequence_nr(), self.call()
         finally:
             torch.set_autocast_cache_enabled(cached)
             pairs = self.sources.items()

@@ -6,7 +6,8 @@ draw the same numbers (rule 2). So the states of these generators are stored wit
 every hidden state.
 
 A generator that moved does not show who drew from it: another thread may have, such as a loader
-that prefetches. So a draw that was not tried is refused, whoever it was.
+that prefetches. For torch's generators :class:`OwnDraws` tells. It is slow, so it is used only
+where one moved while other threads were running. For Python's and NumPy's nothing tells.
 
 Known limit: a generator that neither is global nor can be found from the cell is not seen.
 """
@@ -23,8 +24,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "OwnDraws",
     "OwnRandom",
     "Source",
     "draws_python",
@@ -137,6 +140,29 @@ def draws_python(source: Source) -> bool:
 def is_alone() -> bool:
     """Return whether no other thread could draw random numbers."""
     return threading.active_count() == 1
+
+
+class OwnDraws(TorchDispatchMode):
+    """Notes which of torch's generators its own thread draws from in a block, call by call."""
+
+    def __init__(self, sources: Iterable[Source]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sources = [source for source in sources if isinstance(source, _Torch)]
+        self.drawn: set[Source] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        given = [v for v in (*args, *(kwargs or {}).values()) if isinstance(v, torch.Generator)]
+        names = {int(g._cdata) for g in given}  # type: ignore[attr-defined]
+        ours = [s for s in self.sources if not given or int(s.generator._cdata) in names]  # type: ignore[attr-defined]
+        before = [source.position() for source in ours]
+        result = func(*args, **(kwargs or {}))
+        pairs = zip(ours, before, strict=True)
+        self.drawn.update(source for source, then in pairs if source.position() != then)
+        return result
 
 
 class OwnRandom:

@@ -10,7 +10,7 @@ Most cells draw nothing and change nothing; then nothing is stored.
 """
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, cast
@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError, RetrogradeError
 from retrograde.machine import MEASURING, unpacked
-from retrograde.replay.generators import Source, is_alone
+from retrograde.replay.generators import OwnDraws, Source, draws_python, is_alone
 from retrograde.replay.places import (
     ABSENT,
     Notes,
@@ -76,13 +76,21 @@ class Steady:
             note(self.places),
         )
 
-    def refuse_changes(self, before: Marks, layer: str | None = None) -> None:
-        """Refuse changes since ``before``, since they were not stored for a rerun. ``layer`` names
-        the layer that ran since, if it was not a cell."""
+    def changes(self, before: Marks, layer: str | None = None) -> tuple[Source, ...]:
+        """Refuse changes since ``before``, since they were not stored for a rerun.
+
+        Returns generators of torch's that moved, where another thread may have drawn. ``layer``
+        names the layer that ran since, if it was not a cell.
+        """
         for name in self._read(changes(before.notes), before):
             raise _unsteady(layer, f"changed {name}", "assign to it")
-        if [source.position() for source in self.sources] != before.positions:
-            raise _unsteady(layer, "drew random numbers", "draw", "" if is_alone() else _THREADS)
+        pairs = zip(self.sources, before.positions, strict=True)
+        moved = tuple(source for source, then in pairs if source.position() != then)
+        if moved and is_alone():
+            raise _unsteady(layer, "drew random numbers", "draw")
+        if any(map(draws_python, moved)):
+            raise CellError(_THREADS.format(layer or "the cell"))
+        return moved
 
     @contextmanager
     def as_then(self, then: Marks) -> Iterator[None]:
@@ -119,18 +127,18 @@ class Steady:
                 yield f"{name}, a tensor of shape {tuple(t.shape)}, in place"
 
 
-def _unsteady(layer: str | None, did: str, remedy: str, more: str = "") -> CellError:
+def _unsteady(layer: str | None, did: str, remedy: str) -> CellError:
     """Return the error for a later run that does what the first one did not."""
     if layer is not None:
         return CellError(
             f"{layer} {did}, which it did not do when tried: expected the same at every call, so "
             f"that it can be run again; {remedy} every time (and discard what is not used), or "
-            f"use memory=None{more}"
+            "use memory=None"
         )
     return CellError(
         f"the cell {did} at a later step, but not at step 0: expected it to do so at every step or "
         f"at none; {remedy} at step 0 too, and discard what is not used, or make it part of the "
-        f"state{more}"
+        "state"
     )
 
 
@@ -139,8 +147,9 @@ _CHANGED = (
     "expected it to stay as it was; call backward() first, or put it into the inputs or the state"
 )
 _THREADS = (
-    "; if another thread drew them, let it draw from a torch.Generator, a random.Random or a "
-    "numpy.random.Generator of its own"
+    "{} ran while numbers were drawn from a generator of Python's or NumPy's, by it or by another "
+    "thread: expected no such draw, for a rerun could not tell; let the thread draw from a "
+    "random.Random or a numpy.random.Generator of its own"
 )
 
 
@@ -167,8 +176,8 @@ class Trail:
                 raise CellError(
                     "another thread drew random numbers from a generator that the cell draws from "
                     "too, so a rerun cannot draw the same: expected a generator that nobody else "
-                    "uses; let the thread draw from a torch.Generator of its own, or draw before "
-                    "and pass the numbers as inputs"
+                    "uses; give the cell a torch.Generator of its own, or draw before and pass the "
+                    "numbers as inputs"
                 )
 
 
@@ -307,14 +316,24 @@ class Ambient:
             yield
 
     @contextmanager
-    def rerun(self, then: Marks) -> Iterator[None]:
+    def rerun(
+        self, then: Marks, moved: Sequence[Source] = (), layer: str | None = None
+    ) -> Iterator[None]:
         """Run steps again as they ran when some marks were taken, and leave no trace.
 
+        ``layer`` names the layer that runs, if it is not a cell.
+
         Raises:
-            RetrogradeError: something that a step reads has changed since.
+            RetrogradeError: something that a step reads has changed since, or a step draws from one
+                of the generators that ``moved`` while the steps first ran.
         """
-        with self.steady.as_then(then), self.without_trace():
+        with ExitStack() as stack:
+            stack.enter_context(self.steady.as_then(then))
+            stack.enter_context(self.without_trace())
+            draws = stack.enter_context(OwnDraws(moved)) if moved else None
             yield
+        if draws is not None and draws.drawn:
+            raise _unsteady(layer, "drew random numbers", "draw")
 
 
 @contextmanager

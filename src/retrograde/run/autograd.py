@@ -132,7 +132,7 @@ class _Recurrence(torch.autograd.Function):
                 "the cell wrote in place to an input, an initial state or a parameter during the "
                 "forward pass: expected them to stay as they are; return new tensors instead"
             )
-        core.ambient.steady.refuse_changes(ctx.marks)
+        ctx.moved = core.ambient.steady.changes(ctx.marks)
         core.ambient.cut()
         ctx.versions = versions[n_inputs + n_state :]
         ctx.n_held = len(held)
@@ -153,7 +153,7 @@ class _Recurrence(torch.autograd.Function):
         run: Run = ctx.run
         parameters = run.core.parameters
         layout: Layout = ctx.layout
-        rerun = run.core.ambient.rerun(ctx.marks)
+        rerun = run.core.ambient.rerun(ctx.marks, ctx.moved)
         needs = ctx.needs_input_grad[_OTHERS:]
         if torch.is_grad_enabled():
             with rerun, ctx.autocast, muted_hooks(parameters):

@@ -72,9 +72,9 @@ def run_stream(
     with autocast_as_now(device), muted_hooks(core.parameters):
         after = run.forward(inputs, state, lambda start, stop, values: _add(total, values))
         gradients.states = [None] * len(after)
-        core.ambient.steady.refuse_changes(marks)
+        moved = core.ambient.steady.changes(marks)
         core.ambient.cut()
-        with core.ambient.rerun(marks):
+        with core.ambient.rerun(marks, moved):
             run.backward(inputs, gradients)
             core.complete()
     if versions != [version(t) for t in mine]:
