@@ -13,7 +13,7 @@ import retrograde as rg
 from oracles.loops import WAYS, assert_bitwise, both, gradients, least, loop
 from retrograde.cells import bptt as streamed
 from retrograde.cells import unroll as unrolling
-from retrograde.kernels import cpu
+from retrograde.kernels import cpu_layer
 from retrograde.recurrent.backward import LayerBackward
 from retrograde.recurrent.core import HeldLayers
 from retrograde.replay.referents import find_referents
@@ -307,11 +307,11 @@ def calls_of(monkeypatch, place, name):
 @pytest.mark.parametrize(
     ("way", "place", "kernel", "where"),
     [
-        ("LSTM", cpu.Forward, "__call__", "forward"),
+        ("LSTM", cpu_layer.Forward, "__call__", "forward"),
         ("LSTM", LayerBackward, "add", "backward"),
         ("GRU, scanned in ranges", HeldLayers, "record", "backward"),
         ("RNN", LayerBackward, "add", "backward"),
-        ("LSTM, swept", cpu.Backward, "add", "backward"),
+        ("LSTM, swept", cpu_layer.Backward, "add", "backward"),
     ],
     ids=["LSTM", "LSTM, going back", "GRU, scanned in ranges", "RNN", "LSTM, swept"],
 )

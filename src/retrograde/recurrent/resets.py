@@ -78,6 +78,6 @@ def _after(starts: Tensor, sizes: Tensor | None) -> Tensor:
     if sizes is None:
         after[:-1] = starts[1:]
     else:
-        later = torch.arange(int(sizes[0]), len(starts))
+        later = torch.arange(int(sizes[0]), len(starts), device="cpu")
         after[later - sizes[:-1].repeat_interleave(sizes[1:])] = starts[later]
     return after

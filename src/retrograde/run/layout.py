@@ -135,23 +135,19 @@ class Straight(Layout):
 
 @dataclass(frozen=True)
 class Rows(Layout):
-    """A batch of sequences, packed or not, run from one end or from both at once.
+    """A batch of sequences, packed or not, of which a call runs a range of steps.
 
     Inputs are (T, B, …), or (rows, …) if ``sizes`` (T,) says how many sequences have each step,
-    longest first. The leaves of a call are its rows of the inputs, its sizes if packed, and the
-    numbers of its steps if ``numbered``. Each direction has leaves of its own, and one output; the
-    caller gets the outputs concatenated. With steps a … b − 1 of the first direction go T − b … T −
-    a − 1 of the second.
+    longest first. The leaves of a call are its rows of the inputs, the numbers of its steps if
+    ``numbered``, and its sizes if packed.
 
     Example:
-        >>> layout = Rows(4, sizes=torch.tensor([3, 2, 2, 1]), both=True)
-        >>> layout.rows(slice(0, 1))
-        [slice(0, 3, None), slice(7, 8, None)]
+        >>> Rows(4, sizes=torch.tensor([3, 2, 2, 1])).rows(slice(1, 3))
+        slice(3, 7, None)
     """
 
     length: int
     sizes: Tensor | None = None
-    both: bool = False
     numbered: bool = False
 
     @functools.cached_property
@@ -160,62 +156,41 @@ class Rows(Layout):
         assert self.sizes is not None
         return [0, *self.sizes.cumsum(0).tolist()]
 
-    def spans(self, index: slice) -> list[slice]:
-        """Return the steps of a call, for each direction."""
-        mirrored = slice(self.length - index.stop, self.length - index.start)
-        return [index, mirrored] if self.both else [index]
-
-    def rows(self, index: slice) -> list[slice]:
-        """Return the rows of a call, for each direction."""
+    def rows(self, index: Index) -> slice:
+        """Return the rows of a call."""
+        assert isinstance(index, slice)
         if self.sizes is None:
-            return self.spans(index)
-        at = self.offsets
-        return [slice(at[span.start], at[span.stop]) for span in self.spans(index)]
+            return index
+        return slice(self.offsets[index.start], self.offsets[index.stop])
 
     def wanted(self, tensors: Tensors) -> Sequence[bool]:
-        directions = 2 if self.both else 1
         others = self.numbered + (self.sizes is not None)
-        return [tensors[0].requires_grad] * directions + [False] * directions * others
+        return [tensors[0].requires_grad] + [False] * others
 
     def leaves(self, tensors: Tensors, index: Index) -> Tensors:
         assert isinstance(index, slice)
-        (x,), spans = tensors, self.spans(index)
-        leaves = [x[at] for at in self.rows(index)]
+        leaves = [tensors[0][self.rows(index)]]
         if self.numbered:
-            leaves += [torch.arange(s.start, s.stop, device=x.device) for s in spans]
-        if self.sizes is not None:
-            leaves += [self.sizes[s] for s in spans]
-        return leaves
+            leaves += [torch.arange(index.start, index.stop, device=leaves[0].device)]
+        return leaves if self.sizes is None else [*leaves, self.sizes[index]]
 
     def allocate(self, values: Tensors) -> Tensors:
-        (_, *inner, _), rows = values[0].shape, self.rows(slice(0, self.length))[0].stop
-        lead = (rows, *inner)
-        return [values[0].new_empty(*lead, sum(y.shape[-1] for y in values))]
+        (_, *rest), rows = values[0].shape, self.rows(slice(0, self.length)).stop
+        return [values[0].new_empty(rows, *rest)]
 
     def joined(self, outputs: Tensors) -> Tensors:
-        return [torch.cat(outputs, -1)]
+        return outputs
 
     def parts(self, tensors: Sequence[Gradient], index: Index) -> list[Gradient]:
-        assert isinstance(index, slice)
-        (whole,), rows = tensors, self.rows(index)
-        if whole is None:
-            return [None] * len(rows)
-        columns = whole.chunk(len(rows), -1)
-        return [part[at] for part, at in zip(columns, rows, strict=True)]
+        return [None if t is None else t[self.rows(index)] for t in tensors]
 
     def room(self, x: Tensor) -> Tensor:
-        return torch.zeros_like(x) if self.both else torch.empty_like(x)
+        return torch.empty_like(x)
 
     def take(self, totals: Sequence[Gradient], index: Index, shares: Sequence[Gradient]) -> None:
-        assert isinstance(index, slice)
-        (total,) = totals
-        if total is None:
-            return
-        for at, share in zip(self.rows(index), shares, strict=False):
-            if not self.both:
-                total[at] = 0 if share is None else share
-            elif share is not None:
-                total[at] += share
+        (total,), share = totals, shares[0]
+        if total is not None:
+            total[self.rows(index)] = 0 if share is None else share
 
 
 @dataclass(frozen=True)

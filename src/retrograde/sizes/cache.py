@@ -80,10 +80,6 @@ class LRUCache(Generic[T]):
                     self._keep(key, known)
         return known.result
 
-    def known(self, key: Hashable) -> T | None:
-        found = self._look_up(key)
-        return None if found is None else found.result
-
     def _look_up(self, key: Hashable) -> _Known[T] | None:
         with self._lock:
             known = self._found.get(key)
