@@ -4,62 +4,26 @@ import functools
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from retrograde.kernels import cells, sweep
-from retrograde.kernels.cells import Block, GateSlopes, Kept, Resets, Slopes, Weights
+from retrograde.kernels.cells import GateSlopes, Kept, Slopes
 from retrograde.kernels.cuda.limits import LARGEST_SIZE
 from retrograde.kernels.fallback import Fallback
 
-__all__ = [
-    "LARGEST_SIZE", "Backward", "BlockSweep", "Forward", "Kernels", "blas_kernels", "kernels",
-]  # fmt: skip
+if TYPE_CHECKING:
+    from retrograde.kernels.cpu_layer import Backward, Forward
+
+__all__ = ["LARGEST_SIZE", "BlockSweep", "Kernels", "blas_kernels", "kernels"]
 
 Sweep = Callable[..., Tensor]
 Scan = Callable[..., Tensor]
 Recall = Callable[..., Kept]
 BlockSweep = Callable[..., Tensor]
 Products = Callable[[Slopes, Tensor, Tensor | None], Tensor]
-State = tuple[Tensor, ...]
-
-
-class Forward(Protocol):
-    """The interface of :class:`retrograde.kernels.cpu_layer.Forward`."""
-
-    def __init__(self, weights: Weights, samples: int) -> None: ...
-
-    def room(self, steps: int) -> Tensor: ...
-
-    def __call__(
-        self,
-        x: Tensor,
-        state: State,
-        outputs: Tensor,
-        gates: Tensor,
-        cells: Tensor | None = None,
-        resets: Resets | None = None,
-    ) -> None: ...
-
-
-class Backward(Protocol):
-    """The interface of :class:`retrograde.kernels.cpu_layer.Backward`."""
-
-    def __init__(
-        self,
-        weights: Weights,
-        totals: dict[str, Tensor],
-        samples: int,
-        steps: int,
-        *,
-        at_once: bool = False,
-    ) -> None: ...
-
-    def add(self, block: Block, dy: Tensor | None, g: Tensor, dx: Tensor | None) -> Tensor: ...
-
-    def finish(self) -> None: ...
 
 
 def _as_it_is(hidden: Tensor) -> Tensor:
@@ -81,8 +45,8 @@ class Kernels:
     scan: Scan
     gates: GateSlopes
     products: Products
-    forward: type[Forward] | None = None
-    backward: type[Backward] | None = None
+    forward: "type[Forward] | None" = None
+    backward: "type[Backward] | None" = None
     recall: Recall | None = None
     prepare: Callable[[Tensor], Tensor] = _as_it_is
     wide: Callable[[Tensor], BlockSweep] | None = None

@@ -7,14 +7,18 @@ one compiled loop does all of this.
 """
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from retrograde.kernels import Backward, BlockSweep, blas_kernels, kernels
+from retrograde.kernels import BlockSweep, blas_kernels, kernels
 from retrograde.kernels.cells import Block, Slopes, Weights, slopes
 from retrograde.kernels.sweep import safe_chunk
 from retrograde.recurrent.bytes import LAID_ROWS, LARGE, Means
+
+if TYPE_CHECKING:
+    from retrograde.kernels.cpu_layer import Backward
 
 __all__ = ["LayerBackward"]
 

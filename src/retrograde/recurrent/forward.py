@@ -3,11 +3,12 @@
 from functools import partial
 from itertools import pairwise
 from math import inf
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from retrograde.kernels import Forward, kernels
+from retrograde.kernels import kernels
 from retrograde.kernels.cells import Kept, Resets, Weights
 from retrograde.plan.fit import Curve
 from retrograde.recurrent.bytes import FORWARD_BYTES
@@ -15,6 +16,9 @@ from retrograde.recurrent.vendor import Layers, run_torch
 from retrograde.sizes.allocations import measure
 from retrograde.sizes.ordinary import FEW_BYTES, FEW_STEPS
 from retrograde.units import Memory
+
+if TYPE_CHECKING:
+    from retrograde.kernels.cpu_layer import Forward
 
 __all__ = ["LayerForward", "forward_bytes", "forward_curve", "room_for", "run", "run_by_torch"]
 
@@ -55,7 +59,7 @@ class LayerForward:
     torch's own kernel runs it if ``make`` is None.
     """
 
-    def __init__(self, make: type[Forward] | None, weights: Weights, block: int) -> None:
+    def __init__(self, make: "type[Forward] | None", weights: Weights, block: int) -> None:
         self.weights, wide = weights, weights.inputs.shape[0] * weights.inputs.itemsize
         self.rows = max(1, min(FORWARD_BYTES // wide, block) if make else block)
         self.make = make
