@@ -1,9 +1,9 @@
 """Claim: samples that begin anew inside a sequence cost a layer nothing, and TorchRL's way a lot.
 
 Layers of three kinds make training steps on batches of episodes, a tenth of the steps long on
-average. Each is timed with ``reset=`` and without, in turn, without a budget (then the layer without resets is torch's) and with two. TorchRL's
-``LSTMModule``, which splits and pads, makes the same step where it is installed. Its gradient is
-compared with ours.
+average. Each is timed with ``reset=`` and without, in turn, at two budgets and without one (where
+the layer without resets is torch's). TorchRL's ``LSTMModule``, which splits and pads, makes the
+same step where it is installed. Its gradient is compared with ours.
 
     pip install torchrl
     python benchmarks/resets.py   # JSON into benchmarks/results/; a minute
