@@ -368,7 +368,7 @@ def test_gradients_in_eval_mode(memory, more):
 SLICED = {
     "both directions": {"bidirectional": True, "num_layers": 2},
     "dropout": {"dropout": 0.5, "num_layers": 2},
-    "projections": {"proj_size": 4, "bidirectional": True},
+    "projections": {"proj_size": 4, "num_layers": 2},
     "one": {},
 }
 

@@ -75,7 +75,8 @@ class RNN(BudgetedRNN, nn.RNN):
         if proj_size:  # which torch refuses
             options["proj_size"] = proj_size
         more = nonlinearity, bias, batch_first, dropout, bidirectional
-        nn.RNN.__init__(self, *sizes, *more, **options)
+        # Not nn.RNN by name, which a program may replace by this class.
+        super(BudgetedRNN, self).__init__(*sizes, *more, **options)  # type: ignore[arg-type]
         self._ask(memory, backward, schedule)
 
 

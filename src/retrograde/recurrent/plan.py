@@ -203,7 +203,7 @@ class Planner:
         """
         layer, count = self.layers[0], 1 if self._both else len(self.layers)
         if layer.onward == "torch":
-            return [HeldPlan(0, onward="torch", back=("torch",))]
+            return [HeldPlan(0, onward="torch", back=tuple([layer.onward] * count))]
         sweeps: tuple[Means, ...] = tuple(["sweeps"] * count)
         blas: tuple[Means, ...] = tuple(["blas"] * count)
         found = [HeldPlan(0)]
