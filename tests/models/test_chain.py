@@ -6,6 +6,7 @@ import math
 import pickle
 import random
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -805,7 +806,7 @@ def tied():
 
 IMAGE, ROW = torch.randn(2, 3, 5, 5), torch.randn(3, 4)
 REPEATED = {
-    "convolutions": (lambda: [*triples(False), nn.Flatten(), nn.Linear(75, 4)], IMAGE, 7),
+    "convolutions": (lambda: [*triples(False), nn.Flatten(), nn.Linear(75, 4)], IMAGE, 6),
     "in place": (lambda: triples(True), IMAGE, 9),
     "evaluation": (lambda: [layer.eval() for layer in triples(False)], IMAGE, 4),
     "dropout": (lambda: [m for _ in range(3) for m in (nn.Linear(4, 4), nn.Dropout())], ROW, 3),
@@ -815,36 +816,27 @@ REPEATED = {
 }
 
 
-def facts(tried):
-    unit = tried.unit
-    ambient = unit.ambient
-    steady = ambient.steady
-    return (
-        unit.name, tried.wants, tried.is_apart, tried.writes, {*ambient.sources}, ambient.left,
-        {*steady.sources}, [id(place.holder) for place in steady.places], steady.found.parts(),
-        [[id(t) for t in some] for some in (unit.reads, ambient.buffers, steady.tensors)],
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("name", REPEATED)
-def test_layers_of_one_make_are_tried_once(name, monkeypatch):
-    """What is told of the others is what trials of them would show."""
+def test_layers_of_one_make_are_measured_once(name, monkeypatch):
     make, x, most = REPEATED[name]
     layers = [(str(k), layer) for k, layer in enumerate(make())]
-    calls, shown, real = [], [[], []], call_sizes.Plans.try_call
-    plain = call_sizes.try_call
-    monkeypatch.setattr(call_sizes, "try_call", lambda *a: calls.append(0) or plain(*a))
+    calls, real = [], call_sizes.measure_phases
+    monkeypatch.setattr(
+        call_sizes, "measure_phases", lambda *a, **b: calls.append(0) or real(*a, **b)
+    )
+    kind = chain_plans.measured(layers, x, call_sizes.Plans())
+    assert len(calls) == most <= len(kind.sizes)
+    calls.clear()
+    monkeypatch.setattr(call_sizes, "make_of", lambda _: None)
+    apart = chain_plans.measured(layers, x, call_sizes.Plans())
+    assert len(calls) == len(apart.sizes)
+    assert [*map(in_bytes, kind.sizes)] == [*map(in_bytes, apart.sizes)]
 
-    def noted(into):
-        return lambda *a: into.append(real(*a)) or into[-1]
 
-    monkeypatch.setattr(call_sizes.Plans, "try_call", noted(shown[0]))
-    chain_plans.measured(layers, x, call_sizes.Plans())
-    assert len(calls) <= most
-    monkeypatch.setattr(trials.Tried, "on", lambda *_: None)
-    monkeypatch.setattr(call_sizes.Plans, "try_call", noted(shown[1]))
-    chain_plans.measured(layers, x, call_sizes.Plans())
-    assert [*map(facts, shown[0])] == [*map(facts, shown[1])]
+def in_bytes(size):
+    """All sizes but the seconds."""
+    ways = tuple(replace(way, seconds=0.0, again_seconds=0.0) for way in size.ways)
+    return replace(size, ways=ways, forward_seconds=0.0, backward_seconds=0.0)
 
 
 def test_modules_that_nest_otherwise_are_of_another_make():

@@ -31,17 +31,16 @@ from retrograde.plan.arguments import integer
 from retrograde.plan.fit import Fit, Footprint, fit
 from retrograde.recurrent.base import BudgetedRNN
 from retrograde.recurrent.call import Call
-from retrograde.recurrent.fused import run_held
+from retrograde.recurrent.fused import Fused, run_held
 from retrograde.recurrent.scheduled import fit_held, measure_ranges
-from retrograde.recurrent.weights import stand_ins
 from retrograde.replay.surroundings import autocast_as_now
 from retrograde.replay.trees import flatten, flatten_state
 from retrograde.run.inputs import check_length
-from retrograde.run.layout import Straight
+from retrograde.run.layout import Rows, Straight
 from retrograde.schedule import Chain
 from retrograde.schedule.actions import Verb
 from retrograde.sizes.footprint import footprint
-from retrograde.sizes.timing import RangeTimes, time_calls, time_steps
+from retrograde.sizes.timing import RangeTimes, time_steps
 from retrograde.units import Memory, aligned, format_bytes
 
 __all__ = ["Offer", "Offers", "Profile", "iteration_seconds", "profile"]
@@ -381,10 +380,10 @@ def _of_module(
         )
     found = measure_ranges(call, None)
     sizes = replace(found.size, ordinary=found.ordinary.full)
-    if call.runs_held:
-        costs = Costs(sizes, _time_held(call, repeats), call)
-    else:
-        costs = Costs(sizes, time_steps(found.core, found.inputs, found.state, repeats))
+    core, inputs, held = found.core, found.inputs, call if call.runs_held else None
+    if held is not None:
+        core, inputs = Fused(core.net, run_held), Rows(call.length).read([call.x])
+    costs = Costs(sizes, time_steps(core, inputs, found.state, repeats), held)
     *_, (a, low), (b, high) = ((0, 0), *sizes.held.points)
     wanted = sum(p.requires_grad for p in module.parameters())
     return _described(costs, -(-(high - low) // (b - a)), wanted, False, length or call.length)
@@ -407,27 +406,3 @@ def _described(
         call_seconds=times.forward.call_seconds,
         length=length,
     )
-
-
-def _time_held(call: Call, repeats: int) -> RangeTimes:
-    """Time the held layers of one recurrence: forward, recording, and backward."""
-    (net,), (state,) = call.nets(stand_ins(call.weights)), call.states()
-    state = [s.detach() for s in state]
-    inputs = list[Tensor]()
-    outputs = list[Tensor]()
-
-    def record(steps: int) -> None:
-        inputs[:] = [x := call.x[:steps].detach().requires_grad_(call.x.requires_grad)]
-        outputs[:] = [run_held(net, x, state, None)[0]]
-
-    def forward(steps: int) -> None:
-        with torch.no_grad():
-            record(steps)
-
-    def back(steps: int) -> None:
-        y = outputs.pop()
-        leaves = [w for w in net.weights if w.requires_grad]
-        leaves += inputs if call.x.requires_grad else []
-        torch.autograd.grad(y, leaves, torch.ones_like(y))
-
-    return time_calls((forward, record, back), call.length, repeats, call.x.device)
