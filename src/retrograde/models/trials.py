@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError
-from retrograde.models.given import Given, tensors_in, unflatten
+from retrograde.models.given import Given, made_by, tensors_in, unflatten
 from retrograde.models.refill import Unit
 from retrograde.replay.dry_run import try_out
 from retrograde.replay.referents import MODULE_TABLES, Referents
@@ -65,16 +65,15 @@ def try_call(
     outputs = tensors_in(trial.value)
     if any(t.layout is not torch.strided for t in (*tensors, *outputs)):
         raise CellError(f"layer {name} is given or returns a sparse tensor: expected dense ones")
-    inside = {t.untyped_storage().data_ptr() for t in tensors}
-    apart = (t.untyped_storage() for t in outputs)
+    made = made_by(trial.value, tensors)
     tried = Tried(
         Unit(name, forward, trial.ambient, _reads_of(trial.found, trial.ambient)),
         wants=tuple(t.requires_grad for t in outputs),
-        is_apart=any(s.nbytes() and s.data_ptr() not in inside for s in apart),
+        is_apart=any(t is not None and t.untyped_storage().nbytes() for t in made),
         writes=versions != [version(t) for t in tensors],
     )
     decides = trial.decides
-    del trial, outputs, apart
+    del trial, outputs, made
     _check_anchors(name, anchors)
     if decides:
         raise CellError(_DECIDES.format(name))
