@@ -79,24 +79,15 @@ def iteration_seconds(found: Fit, times: RangeTimes) -> float:
 
 
 @dataclass(frozen=True)
-class Offer:
-    """The effect of one budget.
+class Offer(Fit):
+    """The effect of one budget on a sequence: a fit, with predicted seconds."""
 
-    Attributes:
-        budget_bytes: the budget.
-        peak_bytes: the predicted peak of the schedule.
-        ordinary_bytes: the memory of ordinary backpropagation.
-        length: steps of the sequence.
-        forward_steps: forward steps in all, the first sweep included.
-        seconds: predicted seconds, forward and backward together.
-    """
+    seconds: float = 0.0
 
-    budget_bytes: int
-    peak_bytes: int
-    ordinary_bytes: int
-    length: int
-    forward_steps: int
-    seconds: float
+    @property
+    def length(self) -> int:
+        """Steps of the sequence."""
+        return self.schedule.length
 
 
 @dataclass(frozen=True)
@@ -200,16 +191,8 @@ class Profile:
             >>> offer.peak_bytes <= offer.budget_bytes == offer.ordinary_bytes // 5
             True
         """
-        steps = self._steps(length)
-        found = self.costs.fit(steps, memory)
-        return Offer(
-            found.budget_bytes,
-            found.peak_bytes,
-            found.ordinary_bytes,
-            steps,
-            found.forward_steps,
-            iteration_seconds(found, self.costs.times),
-        )
+        found = self.costs.fit(self._steps(length), memory)
+        return Offer(**{**vars(found), "seconds": iteration_seconds(found, self.costs.times)})
 
     def trade_off(self, length: SupportsIndex | None = None, points: int = 12) -> Offers:
         """Return the trade-off curve, in bytes and predicted seconds.
