@@ -42,8 +42,6 @@ __all__ = [
     "WatchedRow",
     "bytes_elsewhere",
     "called_in_turn",
-    "run_model",
-    "run_name",
     "untouched",
 ]
 
