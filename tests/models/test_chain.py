@@ -17,7 +17,8 @@ import retrograde as rg
 from retrograde.errors import BudgetError, CellError, RetrogradeError, UnitError
 from retrograde.models import call_sizes, chain_plans, trials
 from retrograde.models.given import Given
-from retrograde.models.refill import Dropped
+from retrograde.models.refill import DROPPED, DROPPED_LEAN, LEAN, Dropped
+from retrograde.plan.calls import Part
 
 PARTS = [1.0, 0.6, 0.2, 0.0]  # of what lies between the least budget and the ordinary one
 
@@ -284,6 +285,17 @@ def test_a_smaller_budget_takes_no_less_work():
         found.append(ours.fit(x.requires_grad_()).forward_layers)
     assert found == sorted(found)
     assert found[0] < found[-1]
+
+
+def test_layers_that_run_forward_are_counted_by_the_plan():
+    fit = rg.Sequential(*(nn.Linear(4, 4) for _ in range(3)), memory="100%").fit(torch.ones(2, 4))
+    assert fit.forward_layers == 3
+    dropped, group = (
+        Part(0, 1, DROPPED),
+        Part(1, 3, 0, (Part(1, 2, LEAN), Part(2, 3, DROPPED_LEAN))),
+    )
+    assert replace(fit, parts=(dropped, Part(1, 2), Part(2, 3, LEAN))).forward_layers == 3 + 1
+    assert replace(fit, parts=(dropped, group)).forward_layers == 3 + 1 + 2
 
 
 def test_a_module_of_torchs_can_be_loaded_and_back():
