@@ -819,7 +819,7 @@ def tied():
 IMAGE, ROW = torch.randn(2, 3, 5, 5), torch.randn(3, 4)
 REPEATED = {
     "convolutions": (lambda: [*triples(False), nn.Flatten(), nn.Linear(75, 4)], IMAGE, 6),
-    "in place": (lambda: triples(True), IMAGE, 9),
+    "in place": (lambda: triples(True), IMAGE, 3),
     "evaluation": (lambda: [layer.eval() for layer in triples(False)], IMAGE, 4),
     "dropout": (lambda: [m for _ in range(3) for m in (nn.Linear(4, 4), nn.Dropout())], ROW, 3),
     "one layer twice": (lambda: [nn.Linear(4, 4), *[nn.BatchNorm1d(4)] * 3], ROW, 2),
