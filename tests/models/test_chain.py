@@ -6,6 +6,7 @@ import math
 import pickle
 import random
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ import retrograde as rg
 from retrograde.errors import BudgetError, CellError, RetrogradeError, UnitError
 from retrograde.models import call_sizes, chain_plans, trials
 from retrograde.models.given import Given
-from retrograde.models.refill import Dropped
+from retrograde.models.refill import DROPPED, DROPPED_LEAN, LEAN, Dropped
+from retrograde.plan.calls import Part
 
 PARTS = [1.0, 0.6, 0.2, 0.0]  # of what lies between the least budget and the ordinary one
 
@@ -283,6 +285,17 @@ def test_a_smaller_budget_takes_no_less_work():
         found.append(ours.fit(x.requires_grad_()).forward_layers)
     assert found == sorted(found)
     assert found[0] < found[-1]
+
+
+def test_layers_that_run_forward_are_counted_by_the_plan():
+    fit = rg.Sequential(*(nn.Linear(4, 4) for _ in range(3)), memory="100%").fit(torch.ones(2, 4))
+    assert fit.forward_layers == 3
+    dropped, group = (
+        Part(0, 1, DROPPED),
+        Part(1, 3, 0, (Part(1, 2, LEAN), Part(2, 3, DROPPED_LEAN))),
+    )
+    assert replace(fit, parts=(dropped, Part(1, 2), Part(2, 3, LEAN))).forward_layers == 3 + 1
+    assert replace(fit, parts=(dropped, group)).forward_layers == 3 + 1 + 2
 
 
 def test_a_module_of_torchs_can_be_loaded_and_back():
@@ -805,8 +818,8 @@ def tied():
 
 IMAGE, ROW = torch.randn(2, 3, 5, 5), torch.randn(3, 4)
 REPEATED = {
-    "convolutions": (lambda: [*triples(False), nn.Flatten(), nn.Linear(75, 4)], IMAGE, 7),
-    "in place": (lambda: triples(True), IMAGE, 9),
+    "convolutions": (lambda: [*triples(False), nn.Flatten(), nn.Linear(75, 4)], IMAGE, 6),
+    "in place": (lambda: triples(True), IMAGE, 3),
     "evaluation": (lambda: [layer.eval() for layer in triples(False)], IMAGE, 4),
     "dropout": (lambda: [m for _ in range(3) for m in (nn.Linear(4, 4), nn.Dropout())], ROW, 3),
     "one layer twice": (lambda: [nn.Linear(4, 4), *[nn.BatchNorm1d(4)] * 3], ROW, 2),
@@ -815,36 +828,27 @@ REPEATED = {
 }
 
 
-def facts(tried):
-    unit = tried.unit
-    ambient = unit.ambient
-    steady = ambient.steady
-    return (
-        unit.name, tried.wants, tried.is_apart, tried.writes, {*ambient.sources}, ambient.left,
-        {*steady.sources}, [id(place.holder) for place in steady.places], steady.found.parts(),
-        [[id(t) for t in some] for some in (unit.reads, ambient.buffers, steady.tensors)],
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("name", REPEATED)
-def test_layers_of_one_make_are_tried_once(name, monkeypatch):
-    """What is told of the others is what trials of them would show."""
+def test_layers_of_one_make_are_measured_once(name, monkeypatch):
     make, x, most = REPEATED[name]
     layers = [(str(k), layer) for k, layer in enumerate(make())]
-    calls, shown, real = [], [[], []], call_sizes.Plans.try_call
-    plain = call_sizes.try_call
-    monkeypatch.setattr(call_sizes, "try_call", lambda *a: calls.append(0) or plain(*a))
+    calls, real = [], call_sizes.measure_phases
+    monkeypatch.setattr(
+        call_sizes, "measure_phases", lambda *a, **b: calls.append(0) or real(*a, **b)
+    )
+    kind = chain_plans.measured(layers, x, call_sizes.Plans())
+    assert len(calls) == most <= len(kind.sizes)
+    calls.clear()
+    monkeypatch.setattr(call_sizes, "make_of", lambda _: None)
+    apart = chain_plans.measured(layers, x, call_sizes.Plans())
+    assert len(calls) == len(apart.sizes)
+    assert [*map(in_bytes, kind.sizes)] == [*map(in_bytes, apart.sizes)]
 
-    def noted(into):
-        return lambda *a: into.append(real(*a)) or into[-1]
 
-    monkeypatch.setattr(call_sizes.Plans, "try_call", noted(shown[0]))
-    chain_plans.measured(layers, x, call_sizes.Plans())
-    assert len(calls) <= most
-    monkeypatch.setattr(trials.Tried, "on", lambda *_: None)
-    monkeypatch.setattr(call_sizes.Plans, "try_call", noted(shown[1]))
-    chain_plans.measured(layers, x, call_sizes.Plans())
-    assert [*map(facts, shown[0])] == [*map(facts, shown[1])]
+def in_bytes(size):
+    """All sizes but the seconds."""
+    ways = tuple(replace(way, seconds=0.0, again_seconds=0.0) for way in size.ways)
+    return replace(size, ways=ways, forward_seconds=0.0, backward_seconds=0.0)
 
 
 def test_modules_that_nest_otherwise_are_of_another_make():

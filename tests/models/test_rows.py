@@ -394,8 +394,8 @@ def test_the_first_step_in_training_measures_nothing_again(in_sequence, memory, 
     x = x if in_sequence else inputs()
     division = rg.budget(model, least_of(model, x) if memory == "least" else memory, x)
     assert division.total_bytes < division.ordinary_bytes
-    for name in ("Plans.try_call", "Plans.measure"):
-        monkeypatch.setattr(f"retrograde.models.call_sizes.{name}", lambda *_: pytest.fail("again"))
+    for name in ("rows.try_call", "call_sizes.Plans.measure"):
+        monkeypatch.setattr(f"retrograde.models.{name}", lambda *_: pytest.fail("again"))
     trained(model, x)
 
 

@@ -27,13 +27,11 @@ from retrograde.models.refill import (
     Unit,
 )
 from retrograde.models.trials import (
-    Tried,
     enter,
     make_of,
     parts_of,
     tensors_of,
     texts_of,
-    try_call,
     wants_of,
 )
 from retrograde.plan.calls import CallSizes, Part, Way, fastest, kept_whole, least, peak_of
@@ -270,11 +268,10 @@ class Kind:
 
 class Plans:
     """The measurements and plans of the recent passes through some layers. Calls of layers of one
-    make are tried and measured once, and those of one class are timed once. A copy is empty."""
+    make are measured once, and those of one class are timed once. A copy is empty."""
 
     def __init__(self) -> None:
         self.kinds: LRUCache[Kind] = LRUCache()
-        self.tried: dict[Hashable, Tried] = {}
         self.sizes: dict[Hashable, CallSizes] = {}
         self.seconds: dict[Hashable, dict[int, float]] = {}
 
@@ -302,23 +299,6 @@ class Plans:
         texts = texts_of(parts, tensors, fractions=fractions)
         key = given.kind(), texts, tuple(map(id, layers))
         return self.kinds.get(key, find, (*parts, *tensors))
-
-    def try_call(
-        self, name: str, forward: Callable[..., Any], layers: Sequence[nn.Module], given: Given
-    ) -> Tried:
-        """Return what a trial of a call shows.
-
-        Raises:
-            CellError: the call cannot be run again.
-        """
-        key = make_of(parts_of(layers)), given.kind()
-        known = self.tried[key].on(name, forward, layers) if key in self.tried else None
-        if known is not None:
-            return known
-        found = try_call(name, forward, layers, given)
-        if key[0] is not None:
-            self.tried[key] = found
-        return found
 
     def measure(
         self, unit: Unit, layers: Sequence[nn.Module], given: Given,

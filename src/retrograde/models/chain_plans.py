@@ -22,8 +22,8 @@ from retrograde.errors import CellError
 from retrograde.models.call_sizes import Kind, Plans
 from retrograde.models.given import Given, made_by, tensors_in
 from retrograde.models.refill import Row
-from retrograde.models.trials import Tried
-from retrograde.plan.calls import CallSizes, Part, kept_whole, peak_of, seconds_of
+from retrograde.models.trials import Tried, try_call
+from retrograde.plan.calls import CallSizes, Part, Way, kept_whole, peak_of, seconds_of
 from retrograde.replay.surroundings import Steady
 from retrograde.run.core import unrecorded
 from retrograde.schedule import Chain
@@ -79,16 +79,8 @@ class ChainFit:
     @property
     def forward_layers(self) -> int:
         """The number of layers that run forward, each as often as it runs."""
-        units = [
-            replace(
-                size,
-                forward_seconds=1.0,
-                ways=tuple(
-                    replace(way, seconds=float(way.dropped), again_seconds=1.0) for way in size.ways
-                ),
-            )
-            for size in self.sizes
-        ]
+        kept, dropped = Way(0, 0, 0, again_seconds=1.0), Way(0, 0, 0, seconds=1.0, dropped=True)
+        units = [CallSizes(0, 0, 0, 1.0, (kept, kept, dropped, dropped))] * len(self.sizes)
         return len(units) + round(seconds_of(units, self.parts))
 
     def __str__(self) -> str:
@@ -218,18 +210,18 @@ def measured(layers: Layers, input: Any, plans: Plans, repeats: int | None = Non
     """
     together = -(-len(layers) // _MOST_UNITS)
     kind, made, value = Kind(), None, _alone(input, None)
-    tried = _try(layers[:1], value, plans)
+    tried = _try(layers[:1], value)
     if tried.writes:
         raise CellError(_WRITES.format(layers[0][0], "the chain's input"))
     while layers:
         after, size = tried, 1
         while size < len(layers):
-            after = _try(layers[size : size + 1], _result(tried, value), plans)
+            after = _try(layers[size : size + 1], _result(tried, value))
             begins = not kind.units and not tried.is_apart
             if after.is_apart and not (after.writes or begins or size < together):
                 break
             size += 1
-            tried = _try(layers[:size], value, plans)
+            tried = _try(layers[:size], value)
             if tried.writes:
                 whose = (
                     f"what layer {layers[0][0]} was given" if kind.units else "the chain's input"
@@ -246,7 +238,7 @@ def measured(layers: Layers, input: Any, plans: Plans, repeats: int | None = Non
     return _parted(kind)
 
 
-def _try(layers: Layers, value: Any, plans: Plans) -> Tried:
+def _try(layers: Layers, value: Any) -> Tried:
     """Try a unit of some layers."""
     given, name = Given((value,)), "-".join(dict.fromkeys((layers[0][0], layers[-1][0])))
     if (reason := given.refusal()) is not None:
@@ -258,7 +250,7 @@ def _try(layers: Layers, value: Any, plans: Plans) -> Tried:
             value = layer(value)
         return value
 
-    return plans.try_call(name, forward, modules, given)
+    return try_call(name, forward, modules, given)
 
 
 def _result(tried: Tried, value: Any) -> Any:
@@ -269,14 +261,8 @@ def _result(tried: Tried, value: Any) -> Any:
 
 def _alone(value: Any, wants: Sequence[bool] | None) -> Any:
     """Return a value without the graph that it came from; its tensors require what they did."""
-    leaves, spec = pytree.tree_flatten(value)
-    found = [leaf.requires_grad for leaf in tensors_in(leaves)] if wants is None else wants
-    rest = iter(found)
-    alone = [
-        leaf.detach().requires_grad_(next(rest)) if isinstance(leaf, Tensor) else leaf
-        for leaf in leaves
-    ]
-    return pytree.tree_unflatten(alone, spec)
+    found = iter([t.requires_grad for t in tensors_in(value)] if wants is None else wants)
+    return pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(next(found)), value)
 
 
 def _parted(kind: Kind) -> Kind:

@@ -14,7 +14,7 @@ from retrograde.cells.unroll import CellCall, refuse_compiled
 from retrograde.errors import CellError
 from retrograde.models.chain_plans import ChainFit
 from retrograde.models.profile import iteration_seconds
-from retrograde.models.replace_modules import Budgeted, twin
+from retrograde.models.replace_modules import twin
 from retrograde.plan.fit import Fit
 from retrograde.recurrent.call import StackFit
 from retrograde.replay.trees import flatten_inputs, flatten_state
@@ -80,7 +80,13 @@ def fit(
                 "leave it out"
             )
     if isinstance(cell, nn.RNNBase | nn.Sequential) and not stateful:
-        return _of_module(twin(cell), inputs, state, memory)
+        module = twin(cell)
+        if not isinstance(module, nn.Sequential):
+            plan = module._fit_within(memory, inputs, state)
+            return replace(plan, seconds=1e-6 * plan.time) if isinstance(plan, Fit) else plan
+        if state is None:
+            return module._fit_within(memory, inputs)
+        raise CellError(f"got a state, a {type(state).__name__}, for a Sequential: expected none")
     if isinstance(cell, Recurrent):
         call, cell, state = cell._call_of(inputs, state)
         call = replace(call, memory=memory, schedule=None)
@@ -97,16 +103,3 @@ def fit(
         found, _ = call.fit(core, states)
         times = time_steps(core, call.read, later_state(core, call.read, states), _REPEATS)
     return replace(found, seconds=iteration_seconds(found, times))
-
-
-def _of_module(
-    module: Budgeted, inputs: Any, state: Any, memory: Memory
-) -> Fit | StackFit | ChainFit:
-    if isinstance(module, nn.Sequential):
-        if state is not None:
-            raise CellError(
-                f"got a state, a {type(state).__name__}, for a Sequential: expected none"
-            )
-        return module._fit_within(memory, inputs)
-    found = module._fit_within(memory, inputs, state)
-    return replace(found, seconds=1e-6 * found.time) if isinstance(found, Fit) else found

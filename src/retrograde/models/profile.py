@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, SupportsIndex, cast, overload
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from retrograde.cells.cell import Cell, examine, later_state
@@ -31,17 +30,16 @@ from retrograde.plan.arguments import integer
 from retrograde.plan.fit import Fit, Footprint, fit
 from retrograde.recurrent.base import BudgetedRNN
 from retrograde.recurrent.call import Call
-from retrograde.recurrent.fused import run_held
+from retrograde.recurrent.fused import Fused, run_held
 from retrograde.recurrent.scheduled import fit_held, measure_ranges
-from retrograde.recurrent.weights import stand_ins
 from retrograde.replay.surroundings import autocast_as_now
 from retrograde.replay.trees import flatten, flatten_state
 from retrograde.run.inputs import check_length
-from retrograde.run.layout import Straight
+from retrograde.run.layout import Rows, Straight
 from retrograde.schedule import Chain
 from retrograde.schedule.actions import Verb
 from retrograde.sizes.footprint import footprint
-from retrograde.sizes.timing import RangeTimes, time_calls, time_steps
+from retrograde.sizes.timing import RangeTimes, time_steps
 from retrograde.units import Memory, aligned, format_bytes
 
 __all__ = ["Offer", "Offers", "Profile", "iteration_seconds", "profile"]
@@ -81,24 +79,15 @@ def iteration_seconds(found: Fit, times: RangeTimes) -> float:
 
 
 @dataclass(frozen=True)
-class Offer:
-    """The effect of one budget.
+class Offer(Fit):
+    """The effect of one budget on a sequence: a fit, with predicted seconds."""
 
-    Attributes:
-        budget_bytes: the budget.
-        peak_bytes: the predicted peak of the schedule.
-        ordinary_bytes: the memory of ordinary backpropagation.
-        length: steps of the sequence.
-        forward_steps: forward steps in all, the first sweep included.
-        seconds: predicted seconds, forward and backward together.
-    """
+    seconds: float = 0.0
 
-    budget_bytes: int
-    peak_bytes: int
-    ordinary_bytes: int
-    length: int
-    forward_steps: int
-    seconds: float
+    @property
+    def length(self) -> int:
+        """Steps of the sequence."""
+        return self.schedule.length
 
 
 @dataclass(frozen=True)
@@ -202,16 +191,8 @@ class Profile:
             >>> offer.peak_bytes <= offer.budget_bytes == offer.ordinary_bytes // 5
             True
         """
-        steps = self._steps(length)
-        found = self.costs.fit(steps, memory)
-        return Offer(
-            found.budget_bytes,
-            found.peak_bytes,
-            found.ordinary_bytes,
-            steps,
-            found.forward_steps,
-            iteration_seconds(found, self.costs.times),
-        )
+        found = self.costs.fit(self._steps(length), memory)
+        return Offer(**{**vars(found), "seconds": iteration_seconds(found, self.costs.times)})
 
     def trade_off(self, length: SupportsIndex | None = None, points: int = 12) -> Offers:
         """Return the trade-off curve, in bytes and predicted seconds.
@@ -381,10 +362,10 @@ def _of_module(
         )
     found = measure_ranges(call, None)
     sizes = replace(found.size, ordinary=found.ordinary.full)
-    if call.runs_held:
-        costs = Costs(sizes, _time_held(call, repeats), call)
-    else:
-        costs = Costs(sizes, time_steps(found.core, found.inputs, found.state, repeats))
+    core, inputs, held = found.core, found.inputs, call if call.runs_held else None
+    if held is not None:
+        core, inputs = Fused(core.net, run_held), Rows(call.length).read([call.x])
+    costs = Costs(sizes, time_steps(core, inputs, found.state, repeats), held)
     *_, (a, low), (b, high) = ((0, 0), *sizes.held.points)
     wanted = sum(p.requires_grad for p in module.parameters())
     return _described(costs, -(-(high - low) // (b - a)), wanted, False, length or call.length)
@@ -407,27 +388,3 @@ def _described(
         call_seconds=times.forward.call_seconds,
         length=length,
     )
-
-
-def _time_held(call: Call, repeats: int) -> RangeTimes:
-    """Time the held layers of one recurrence: forward, recording, and backward."""
-    (net,), (state,) = call.nets(stand_ins(call.weights)), call.states()
-    state = [s.detach() for s in state]
-    inputs = list[Tensor]()
-    outputs = list[Tensor]()
-
-    def record(steps: int) -> None:
-        inputs[:] = [x := call.x[:steps].detach().requires_grad_(call.x.requires_grad)]
-        outputs[:] = [run_held(net, x, state, None)[0]]
-
-    def forward(steps: int) -> None:
-        with torch.no_grad():
-            record(steps)
-
-    def back(steps: int) -> None:
-        y = outputs.pop()
-        leaves = [w for w in net.weights if w.requires_grad]
-        leaves += inputs if call.x.requires_grad else []
-        torch.autograd.grad(y, leaves, torch.ones_like(y))
-
-    return time_calls((forward, record, back), call.length, repeats, call.x.device)

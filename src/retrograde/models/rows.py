@@ -31,6 +31,7 @@ from retrograde.machine import MEASURING
 from retrograde.models.call_sizes import Kind, Plans
 from retrograde.models.given import Given, made_by, tensors_in
 from retrograde.models.refill import Dropped, Row
+from retrograde.models.trials import try_call
 from retrograde.plan.calls import kept_whole
 from retrograde.replay.surroundings import version
 from retrograde.run.transforms import uncompiled
@@ -216,7 +217,7 @@ class CalledRow:
 
         with MEASURING:  # another thread may be measuring the same
             if len(kind.sizes) == at:
-                unit = self.plans.try_call(self.names[k], forward, layers, given).unit
+                unit = try_call(self.names[k], forward, layers, given).unit
                 found = self.plans.measure(unit, layers, given, made)
                 kind.add(unit, found, last=at + 1 == len(kind.active))
 

@@ -24,6 +24,7 @@ from retrograde.units import Memory, parse_memory
 
 __all__ = ["Residual", "Sequential"]
 
+_OPTIONS = ("memory", "backward", "algorithm", "levels")
 _ALGORITHMS = ("auto", "linear", "blelloch", "hybrid")
 
 
@@ -150,19 +151,12 @@ class Sequential(nn.Sequential):
         if not isinstance(index, slice):
             return super().__getitem__(index)
         chosen = OrderedDict(list(self._modules.items())[index])
-        return type(self)(
-            chosen,
-            backward=self.backward,
-            algorithm=self.algorithm,
-            levels=self.levels,
-            memory=self.memory,
-        )
+        return type(self)(chosen, **{name: vars(self)[name] for name in _OPTIONS})
 
     def extra_repr(self) -> str:
         """Return the options that are set."""
-        names = ("memory", "backward", "algorithm", "levels")
-        options = {name: vars(self)[name] for name in names}
-        return ", ".join(f"{k}={v!r}" for k, v in options.items() if v not in (None, "auto"))
+        options = ((name, vars(self)[name]) for name in _OPTIONS)
+        return ", ".join(f"{k}={v!r}" for k, v in options if v not in (None, "auto"))
 
 
 # A chain inside another layer is part of that layer's Jacobian.

@@ -1,13 +1,11 @@
 """A trial of a call, which shows what it depends on besides its arguments.
 
 The call runs by itself, without the graph that its arguments came from, and leaves no trace.
-Modules of torch's own behave alike if they are of one make and get tensors of one form. So one
-trial serves all of them.
 """
 
 import gc
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from weakref import ref
 
@@ -16,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError
-from retrograde.models.given import Given, tensors_in, unflatten
+from retrograde.models.given import Given, made_by, tensors_in, unflatten
 from retrograde.models.refill import Unit
-from retrograde.replay.dry_run import DryRun, try_out
-from retrograde.replay.referents import MODULE_TABLES, Referents, find_referents
+from retrograde.replay.dry_run import try_out
+from retrograde.replay.referents import MODULE_TABLES, Referents
 from retrograde.replay.surroundings import Ambient, version
 from retrograde.run.states import device_of
 
@@ -38,24 +36,12 @@ class Tried:
         wants: whether each tensor of its result requires a gradient.
         is_apart: whether its result has memory that its arguments have not.
         writes: whether it writes to its arguments.
-        trial: its surroundings.
     """
 
     unit: Unit
     wants: tuple[bool, ...]
     is_apart: bool
     writes: bool
-    trial: DryRun[None]
-
-    def on(
-        self, name: str, forward: Callable[..., Any], layers: Sequence[nn.Module]
-    ) -> "Tried | None":
-        """Return what a trial of layers of the same make would show, or None if that needs one."""
-        if not self.trial.repeatable() or self.writes or not self.is_apart:
-            return None
-        found = find_referents(layers)
-        ambient = self.trial.on(found)
-        return replace(self, unit=Unit(name, forward, ambient, _reads_of(found, ambient)))
 
 
 def try_call(
@@ -79,18 +65,21 @@ def try_call(
     outputs = tensors_in(trial.value)
     if any(t.layout is not torch.strided for t in (*tensors, *outputs)):
         raise CellError(f"layer {name} is given or returns a sparse tensor: expected dense ones")
-    inside = {t.untyped_storage().data_ptr() for t in tensors}
-    apart = (t.untyped_storage() for t in outputs)
+    made = made_by(trial.value, tensors)
     tried = Tried(
         Unit(name, forward, trial.ambient, _reads_of(trial.found, trial.ambient)),
         wants=tuple(t.requires_grad for t in outputs),
-        is_apart=any(s.nbytes() and s.data_ptr() not in inside for s in apart),
+        is_apart=any(t is not None and t.untyped_storage().nbytes() for t in made),
         writes=versions != [version(t) for t in tensors],
-        trial=replace(trial, value=None),  # type: ignore[arg-type]
     )
-    del trial, outputs, apart
+    decides = trial.decides
+    del trial, outputs, made
     _check_anchors(name, anchors)
-    _check_trial(name, tried.trial)
+    if decides:
+        raise CellError(_DECIDES.format(name))
+    for left in tried.unit.ambient.left:
+        if left.graph and left.key not in _computed_names(left.place.holder):
+            raise CellError(_LEAVES.format(name, left.called))
     return tried
 
 
@@ -127,15 +116,6 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: object, *gradients: Tensor) -> None:
         raise AssertionError("gradients are taken before they get here")
-
-
-def _check_trial(name: str, trial: DryRun[Any]) -> None:
-    """Refuse a layer that may decide by random numbers, or leaves a tensor with a gradient."""
-    if trial.decides:
-        raise CellError(_DECIDES.format(name))
-    for left in trial.ambient.left:
-        if left.graph and left.key not in _computed_names(left.place.holder):
-            raise CellError(_LEAVES.format(name, left.called))
 
 
 def _check_anchors(name: str, anchors: "Sequence[ref[Tensor]]") -> None:

@@ -15,7 +15,7 @@ wrote to, entries of lists longer than a thousand, and what cannot be found from
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -61,21 +61,7 @@ class DryRun(Generic[T]):
     ambient: Ambient
     mark: int  # autograd's sequence number when it began
     found: Referents  # the referents, without objects that only earlier calls left there
-    written: tuple[bool, ...]  # whether it writes to the tensors of each owner
     decides: bool  # whether it draws numbers of Python's, which may decide what it computes
-
-    def repeatable(self) -> bool:
-        """Return whether the call changes nothing but random states and tensors."""
-        return not (self.ambient.left or self.found.generators)
-
-    def on(self, found: Referents) -> Ambient:
-        """Return the surroundings of the same call on equal modules, without a trial."""
-        owners = _Rewritten(found)
-        for owner, changed in zip(owners.owners, self.written, strict=True):
-            owner.changed = changed
-        buffers, others = owners.parted()
-        steady = Steady(self.ambient.steady.sources, others, tuple(found.places), found)
-        return replace(self.ambient, buffers=buffers, steady=steady)
 
 
 def try_out(
@@ -115,9 +101,8 @@ def try_out(
             restore(trial.before)
             raise
     ambient = trial.ambient(made_of)
-    changing = tuple(owner.changed for owner in trial.written.owners)
     decides = watch.decides or any(map(draws_python, ambient.sources))
-    return DryRun(value, ambient, mark, trial.found, changing, decides)
+    return DryRun(value, ambient, mark, trial.found, decides)
 
 
 class _Trial(Generic[T]):

@@ -5,11 +5,10 @@ lengths, and the difference gives the cost of a step.
 """
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from retrograde.machine import now
@@ -18,12 +17,11 @@ from retrograde.run.core import Core
 from retrograde.run.inputs import Inputs
 from retrograde.sizes.footprint import Shapes, gradients_like, noting
 
-__all__ = ["LinearTime", "RangeTimes", "linear_time", "time_calls", "time_steps"]
+__all__ = ["LinearTime", "RangeTimes", "linear_time", "time_steps"]
 
 _LONG = 64  # steps of the longer range: about as many as schedules record at a time
 
 Tensors = list[Tensor]
-_Lap = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
@@ -52,8 +50,16 @@ def time_steps(core: Core, inputs: Inputs, state: Tensors, repeats: int) -> Rang
 
     The executor's own functions run them.
     """
+    device, longest = core.ambient.device, min(_LONG, len(inputs) if core.fused else 1)
+    seconds: list[float] = []
 
-    def trial(lap: _Lap, steps: int) -> None:
+    @contextmanager
+    def lap() -> Iterator[None]:
+        start = now(device)  # once the device has finished its work
+        yield
+        seconds.append(now(device) - start)
+
+    def trial(steps: int) -> None:
         shapes: Shapes = []
         with lap():
             core.advance(inputs, 0, [steps], state, None)
@@ -63,45 +69,14 @@ def time_steps(core: Core, inputs: Inputs, state: Tensors, repeats: int) -> Rang
         with lap(), muted_hooks(core.parameters):
             core.backpropagate(tape, gradients)
 
-    with core.ambient.measured():
-        return _range_times(trial, len(inputs) if core.fused else 1, repeats, core.ambient.device)
-
-
-def time_calls(
-    calls: Sequence[Callable[[int], object]], steps: int, repeats: int, device: torch.device
-) -> RangeTimes:
-    """Return median seconds of three calls: forward, record, backward.
-
-    Each call takes a number of steps, and the three run in turn.
-    """
-
-    def trial(lap: _Lap, length: int) -> None:
-        for call in calls:
-            with lap():
-                call(length)
-
-    return _range_times(trial, steps, repeats, device)
-
-
-def _range_times(
-    trial: Callable[[_Lap, int], None], steps: int, repeats: int, device: torch.device
-) -> RangeTimes:
-    seconds: list[float] = []
-
-    @contextmanager
-    def lap() -> Iterator[None]:
-        start = now(device)  # once the device has finished its work
-        yield
-        seconds.append(now(device) - start)
-
     medians = []
-    longest = min(steps, _LONG)
-    for length in sorted({1, longest}):
-        trial(lap, length)  # a first call may allocate or compile
-        seconds.clear()
-        for _ in range(repeats):
-            trial(lap, length)
-        medians.append([statistics.median(seconds[i::3]) for i in range(3)])
+    with core.ambient.measured():
+        for length in sorted({1, longest}):
+            trial(length)  # a first call may allocate or compile
+            seconds.clear()
+            for _ in range(repeats):
+                trial(length)
+            medians.append([statistics.median(seconds[i::3]) for i in range(3)])
     pairs = zip(medians[0], medians[-1], strict=True)
     return RangeTimes(*(linear_time(short, long, longest) for short, long in pairs))
 
