@@ -5,6 +5,7 @@ optimizer made before, its hooks, its ``state_dict``. A :func:`twin` answers que
 anything changes.
 """
 
+import functools
 from collections import OrderedDict
 from typing import Any, TypeGuard, cast
 
@@ -18,7 +19,7 @@ from retrograde.recurrent.base import BudgetedRNN
 from retrograde.recurrent.modules import GRU, LSTM, RNN
 from retrograde.recurrent.weights import TORCHS_OWN
 
-__all__ = ["Budgeted", "Swappable", "is_chain", "replace_module", "twin"]
+__all__ = ["Budgeted", "Swappable", "is_chain", "replace_module", "twin", "wrapped"]
 
 #: Modules that can get a budget, and the classes that they become.
 Swappable = nn.RNNBase | nn.Sequential
@@ -64,6 +65,29 @@ def replace_module(module: Swappable, other: Budgeted) -> None:
     module.__class__ = type(other)
 
 
+def wrapped(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """Return torch's class from which a class is derived without a change to its computation. The
+    class may add to torch's, or wrap its ``forward``. None otherwise, and for torch's own
+    classes."""
+    base = next((base for base in _OURS if issubclass(kind, base) and kind is not base), None)
+    if base is None or issubclass(kind, BudgetedRNN):
+        return None
+    theirs = [c for c in kind.__mro__ if not issubclass(base, c)]
+    named = {name for c in (BudgetedRNN, nn.RNNBase, base) for name in vars(c)}
+    changed = {name for c in theirs for name in vars(c)} & named
+    changed = {name for name in changed if not name.startswith("__")} - _FREE
+    return None if changed else base
+
+
+_FREE = {"forward", "extra_repr", "reset_parameters"}  # what a derived class may change
+
+
+@functools.lru_cache
+def _derived(kind: type[nn.Module], base: type[nn.Module]) -> type[Budgeted]:
+    """Return the same class, with ours as the class that ``super().forward`` finds."""
+    return type(kind.__name__, (kind, _OURS[base]), {"__module__": kind.__module__})
+
+
 def _class_for(module: Swappable) -> type[Budgeted]:
     kind = type(module)
     if issubclass(kind, BudgetedRNN | Sequential):
@@ -80,7 +104,10 @@ def _class_for(module: Swappable) -> type[Budgeted]:
     if parametrize.is_parametrized(module) and kind.__bases__[0] in _OURS:
         own = {name: v for name, v in vars(kind).items() if name not in ("__dict__", "__weakref__")}
         return type(kind.__name__, (_OURS[cast(Any, kind.__bases__[0])],), own)
+    if (base := wrapped(kind)) is not None:
+        return _derived(cast(Any, kind), cast(Any, base))
     raise CellError(
-        f"{kind.__name__} is a class of its own: expected torch.nn's RNN, GRU or LSTM; derive it "
-        f"from rg.{module.mode.split('_')[0]}, and it is given a budget as it is"
+        f"{kind.__name__} is a class of its own: expected torch.nn's RNN, GRU or LSTM, or one that "
+        f"only wraps its forward; derive it from rg.{module.mode.split('_')[0]}, and it is given a "
+        "budget as it is"
     )

@@ -25,7 +25,13 @@ from retrograde.errors import BudgetError, CellError
 from retrograde.models.call_order import CallOrder, Layers, ModuleCall, noted
 from retrograde.models.call_sizes import Kind
 from retrograde.models.given import tensors_in
-from retrograde.models.replace_modules import Budgeted, Swappable, replace_module, twin
+from retrograde.models.replace_modules import (
+    Budgeted,
+    Swappable,
+    replace_module,
+    twin,
+    wrapped,
+)
 from retrograde.models.rows import CalledRow, release
 from retrograde.recurrent.weights import last_weights
 from retrograde.replay.generators import sources
@@ -122,8 +128,21 @@ class WatchedModule(Watched):
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        vars(self.module)["forward"] = self._watch(self.module.forward)  # put back with the rest
-        yield
+        """Watch torch's forward pass of the module, even if a derived class wraps it."""
+        kind, base = type(self.module), wrapped(type(self.module))
+        if base is None:
+            vars(self.module)["forward"] = self._watch(self.module.forward)
+            yield
+            return
+        run = self._watch(partial(base.forward, self.module))
+        inner = type(
+            base.__name__, (base,), {"forward": lambda _, *args, **more: run(*args, **more)}
+        )
+        self.module.__class__ = type(kind.__name__, (kind, inner), {})
+        try:
+            yield
+        finally:
+            self.module.__class__ = kind
 
     def _watch(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """Return a forward pass that runs the module, notes its arguments, and records nothing."""
