@@ -19,7 +19,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, SupportsIndex, cast, overload
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from retrograde.cells.cell import Cell, examine, later_state
