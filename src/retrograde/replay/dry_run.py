@@ -27,6 +27,7 @@ from retrograde.replay.captured import distinct, foreign_tensors
 from retrograde.replay.generators import OwnDraws, Source, draws_python, is_alone, sources
 from retrograde.replay.places import (
     ABSENT,
+    Contents,
     HandsOn,
     Place,
     Slot,
@@ -41,6 +42,7 @@ from retrograde.replay.surroundings import (
     Ambient,
     Left,
     Steady,
+    autocast_as_now,
     muted_hooks,
     muted_modules,
     put_back,
@@ -166,13 +168,10 @@ class _Trial(Generic[T]):
         outside.
         """
         self.rewind()
-        cached = torch.is_autocast_cache_enabled()
-        torch.set_autocast_cache_enabled(False)
         try:
-            with watch or nullcontext():
+            with autocast_as_now(self.device), watch or nullcontext():
                 found = torch._C._autograd._get_sequence_nr(), self.call()
         finally:
-            torch.set_autocast_cache_enabled(cached)
             pairs = self.sources.items()
             moved = (s for s, then in pairs if s.position() != then.position())
             self.drawn = tuple(dict.fromkeys((*self.drawn, *moved)))
@@ -243,7 +242,7 @@ def _refusal(slot: Slot) -> CellError:
 
 def _is_left(slot: Slot, *, graph: bool = False) -> bool:
     """Return whether a change may stay as what a step leaves: an attribute with tensors."""
-    if slot.place.growing or slot.place.registered:
+    if isinstance(slot.place, Contents) or slot.place.registered:
         return False
     tensors = tensors_in(slot.read())
     return any(t.grad_fn is not None for t in tensors) if graph else bool(tensors)

@@ -68,24 +68,19 @@ class _Torch:
 
 @dataclass(frozen=True)
 class _Other:
-    """A generator of Python's, or a bit generator of NumPy's. ``take`` returns its state as a value
-    that compares, and ``put`` restores it."""
+    """A generator of Python's, or a bit generator of NumPy's. ``capture`` returns its state as a
+    value that compares, and ``restore`` sets it."""
 
     generator: Any
-    take: Callable[[], Any] = field(compare=False)
-    put: Callable[[Any], None] = field(compare=False)
+    capture: Callable[[], Any] = field(compare=False)
+    restore: Callable[[Any], None] = field(compare=False)
 
     def position(self) -> Any:
-        return self.take()
-
-    capture = position
-
-    def restore(self, state: Any) -> None:
-        self.put(state)
+        return self.capture()
 
     def copy(self) -> "_Other":
-        value = self.take()
-        return _Other(self.generator, lambda: value, self.put)
+        value = self.capture()
+        return _Other(self.generator, lambda: value, self.restore)
 
 
 #: A generator of random numbers; sources of the same generator are equal.

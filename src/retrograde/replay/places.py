@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import is_
-from types import CellType
 from typing import Any
 
 import numpy as np
@@ -22,9 +21,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 __all__ = [
-    "ABSENT", "ARRAY_BYTES", "Attributes", "Contents", "Entries", "Globals", "HandsOn", "Notes",
-    "Place", "Slot", "Unreadable", "Variable", "changes", "first_named", "note", "restore",
-    "tensors_in",
+    "ABSENT", "ARRAY_BYTES", "Attributes", "Contents", "Entries", "HandsOn", "Notes", "Place",
+    "Slot", "Unreadable", "changes", "first_named", "note", "restore", "tensors_in",
 ]  # fmt: skip
 
 #: Larger arrays count as data, which no cell writes to.
@@ -42,23 +40,23 @@ _PLAIN = (int, float, complex, str, bytes, frozenset, range)
 
 
 class Place(ABC):
-    """A holder of values; a place refers to the holder, so that its id is not used again."""
+    """A holder of values; a place refers to the holder, so that its id is not used again.
 
-    #: Whether a step could add values under new names.
-    growing = False
-    #: A value's name in a message, from the place's name and the value's.
-    form = "{}.{}"
+    ``form`` makes a value's name in a message from the place's name and the value's. ``registered``
+    is torch's word for the values, if the place is a table of a module.
+    """
 
     def __init__(
         self,
         holder: Any,
         name: str,
         names: Collection[Any] | None = None,
+        *,
+        form: str = "{}.{}",
         registered: str | None = None,
     ) -> None:
         self.holder, self.name, self.names = holder, name, names
-        #: torch's word for the values, if the place is a table of a module.
-        self.registered = registered
+        self.form, self.registered = form, registered
         self.but: frozenset[Any] = frozenset()
 
     @abstractmethod
@@ -114,14 +112,9 @@ class Entries(Place):
         self.holder.update(values)
 
 
-class Globals(Entries):
-    """The globals that a function reads."""
-
-    form = "{1!r} of {0}"
-
-
 class Attributes(Place):
-    """Some attributes, read and written one by one: of a class, a function, or slots."""
+    """Some attributes, read and written one by one: of a class, a function, slots, or a closure's
+    cell."""
 
     names: Collection[str]
 
@@ -129,7 +122,9 @@ class Attributes(Place):
         if isinstance(self.holder, type):  # inherited values belong to the base class
             own = vars(self.holder)
             return {name: own[name] for name in self.names if name in own}
-        return {n: getattr(self.holder, n) for n in self.names if hasattr(self.holder, n)}
+        with suppress(ValueError):  # a cell that is not bound yet
+            return {n: getattr(self.holder, n) for n in self.names if hasattr(self.holder, n)}
+        return {}
 
     def write(self, values: Seen, gone: Collection[Any] = ()) -> None:
         now = self.read()
@@ -140,28 +135,8 @@ class Attributes(Place):
                 setattr(self.holder, name, value)
 
 
-class Variable(Place):
-    """A variable of a function around the cell."""
-
-    holder: CellType
-    form = "the variable {0!r}"
-
-    def read(self) -> Seen:
-        with suppress(ValueError):  # not bound yet
-            return {self.name: self.holder.cell_contents}
-        return {}
-
-    def write(self, values: Seen, gone: Collection[Any] = ()) -> None:
-        if gone:
-            del self.holder.cell_contents
-        for value in values.values():
-            self.holder.cell_contents = value
-
-
 class Contents(Place):
     """What a dict, a list, a deque, a set or a small array holds."""
-
-    growing = True
 
     def read(self) -> Seen:
         held = self.holder

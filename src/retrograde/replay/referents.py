@@ -9,6 +9,7 @@ What a cell refers to is more than what it reads: a method refers to all of its 
 somebody else is refused only if the code names what changed (:meth:`Referents.reads`).
 """
 
+import copyreg
 import functools
 import inspect
 import io
@@ -30,15 +31,14 @@ from retrograde.replay.places import (
     Attributes,
     Contents,
     Entries,
-    Globals,
     Place,
     Unreadable,
-    Variable,
 )
 
 __all__ = ["MODULE_TABLES", "Referents", "find_referents", "frames"]
 
 _DEPTH = 3
+_VARIABLE = "the variable {0!r}"
 _ITEMS = 1000  # entries of a list that are searched; a longer one may be a data set
 _USUAL = frozenset(vars(nn.Module()))
 #: The attributes of a module that are tables of their own, or torch's.
@@ -218,8 +218,7 @@ class _Walk:
         kind = type(value)
         if hasattr(value, "__dict__"):
             self.held(Entries(vars(value), kind.__name__, self.follows(kind)), depth)
-        slots = [name for base in kind.__mro__ for name in _slots(base)]
-        if slots:
+        if slots := copyreg._slotnames(kind):  # type: ignore[attr-defined]
             self.held(Attributes(value, kind.__name__, slots), depth)
         self.open.setdefault(kind, (value, depth, set()))
 
@@ -241,7 +240,8 @@ class _Walk:
             more = made.get_attributes() if made is not None else ()
             places.append(Attributes(part, kind, ["training", *more]))
         else:
-            places.extend(Entries(own[table], kind, names, what) for table, what in _TABLES.items())
+            tables = _TABLES.items()
+            places.extend(Entries(own[t], kind, names, registered=what) for t, what in tables)
             self.code(part, "forward", depth)
             self.open.setdefault(type(part), (part, depth, {"forward"}))
         for table in _HOOKS:
@@ -274,7 +274,7 @@ class _Walk:
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
             if id(cell) not in self.seen:
                 self.seen[id(cell)] = cell
-                self.held(Variable(cell, name), depth)
+                self.held(Attributes(cell, name, ["cell_contents"], form=_VARIABLE), depth)
         if _is_library(value.__module__):
             return
         if value.__defaults__ or value.__kwdefaults__:
@@ -290,7 +290,7 @@ class _Walk:
         read = [name for name in names if name in scope]
         data = [n for n in read if not isinstance(scope[n], ModuleType | _BUILT_IN)]
         if data:
-            self.held(Globals(scope, name, data), depth)
+            self.held(Entries(scope, name, data, form="{1!r} of {0}"), depth)
         for value in map(scope.__getitem__, read):
             if id(value) in self.seen or not isinstance(value, ModuleType | type):
                 continue
@@ -338,12 +338,6 @@ def _is_open(kind: type) -> bool:
 
 def _is_data(value: Any) -> bool:
     return not callable(value) and not hasattr(type(value), "__get__")
-
-
-def _slots(kind: type) -> Iterator[str]:
-    slots = vars(kind).get("__slots__", ())
-    names = (slots,) if isinstance(slots, str) else slots
-    return (name for name in names if name not in ("__dict__", "__weakref__"))
 
 
 def _is_library(name: str | None) -> bool:
