@@ -16,7 +16,7 @@ from retrograde.cells.cell import Cell, as_pair
 from retrograde.cells.unroll import CellCall, refuse_compiled
 from retrograde.errors import CellError, InputError
 from retrograde.plan.fit import Fit
-from retrograde.replay.trees import flatten, flatten_state
+from retrograde.replay.trees import Tensors, flatten, flatten_state
 from retrograde.run.autograd import refuse_both
 from retrograde.run.inputs import check_length
 from retrograde.run.layout import Layout, Ragged, Straight
@@ -25,8 +25,6 @@ from retrograde.schedule import Schedule
 from retrograde.units import Memory, parse_memory
 
 __all__ = ["Recurrent"]
-
-Tensors = list[Tensor]
 
 
 class Recurrent(nn.Module):

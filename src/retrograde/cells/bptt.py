@@ -24,7 +24,7 @@ from retrograde.recurrent.fused import Fused
 from retrograde.recurrent.vendor import Layers, Mode
 from retrograde.replay.referents import find_referents
 from retrograde.replay.surroundings import autocast_as_now
-from retrograde.replay.trees import Structure, flatten, flatten_state
+from retrograde.replay.trees import Structure, Tensors, flatten, flatten_state
 from retrograde.run.autograd import check_schedule, refuse_both
 from retrograde.run.core import Core
 from retrograde.run.sources import Arrays, Moved, Spool, Steps, Stream, open_source
@@ -36,8 +36,6 @@ from retrograde.sizes.footprint import step_bytes
 from retrograde.units import Memory, parse_memory
 
 __all__ = ["bptt"]
-
-Tensors = list[Tensor]
 
 # A cell with its loss is measured once for its shapes and a budget: the core, and its fit.
 _FITS: CellFits[tuple[int, Fit]] = CellFits()

@@ -18,7 +18,7 @@ from retrograde.replay.captured import Outside, find_outside
 from retrograde.replay.dry_run import try_out
 from retrograde.replay.referents import Referents
 from retrograde.replay.surroundings import Ambient, version
-from retrograde.replay.trees import Structure, flatten, flatten_state
+from retrograde.replay.trees import Structure, Tensors, flatten, flatten_state
 from retrograde.run.autograd_core import AutogradCore, Settled
 from retrograde.run.core import as_leaf
 from retrograde.run.inputs import Inputs
@@ -29,7 +29,6 @@ __all__ = [
 ]  # fmt: skip
 
 Cell = Callable[[Any, Any], tuple[Any, Any]]
-Tensors = list[Tensor]
 _AFTER = "state that the cell returned"
 
 Result = tuple[Tensors, Tensors, Structure, Structure]  # outputs, state, and their structures

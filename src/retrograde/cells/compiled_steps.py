@@ -18,12 +18,12 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from retrograde.cells.cell import StepCore, as_pair
 from retrograde.errors import CellError
 from retrograde.replay.surroundings import autocast_as_now
-from retrograde.replay.trees import Structure, flatten, flatten_state
+from retrograde.replay.trees import Structure, Tensors, flatten, flatten_state
 from retrograde.run.core import Gate, as_leaf
 from retrograde.run.layout import Blocks, Layout
 from retrograde.run.states import like_of
@@ -33,8 +33,6 @@ __all__ = ["BLOCK", "CompiledSteps", "compiled_steps"]
 #: The number of steps in a compiled block. Twice as many take twice as long to compile, and run
 #: hardly faster.
 BLOCK = 8
-
-Tensors = list[Tensor]
 
 
 @dataclass(frozen=True)

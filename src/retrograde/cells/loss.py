@@ -20,7 +20,7 @@ from retrograde.cells.cell import Cell, StepCore, as_pair, examine
 from retrograde.errors import CellError
 from retrograde.recurrent.fused import Fused
 from retrograde.replay.captured import foreign_tensors
-from retrograde.replay.trees import Structure, flatten
+from retrograde.replay.trees import Structure, Tensors, flatten
 from retrograde.run.sources import Stream
 
 __all__ = ["PROBED", "Loss", "RangeLoss", "StepLoss", "examine_loss"]
@@ -28,7 +28,6 @@ __all__ = ["PROBED", "Loss", "RangeLoss", "StepLoss", "examine_loss"]
 #: How many of the first steps are searched for one that has a loss.
 PROBED = 512
 
-Tensors = list[Tensor]
 Loss = Callable[[Any, Any], Tensor | None]
 
 

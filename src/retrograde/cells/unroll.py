@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from retrograde.cells.cell import Cell, StepCore, as_pair, begin, examine, later_state
 from retrograde.cells.compiled_steps import BLOCK, compiled_steps
@@ -15,7 +15,7 @@ from retrograde.errors import CellError
 from retrograde.plan.fit import Fit
 from retrograde.recurrent.fastest import fit_measured
 from retrograde.replay.surroundings import autocast_as_now
-from retrograde.replay.trees import Structure, flatten, flatten_inputs, flatten_state
+from retrograde.replay.trees import Structure, Tensors, flatten, flatten_inputs, flatten_state
 from retrograde.run.autograd import (
     check_schedule,
     refuse_both,
@@ -38,8 +38,6 @@ from retrograde.sizes.footprint import footprint, step_bytes
 from retrograde.units import Memory, parse_memory
 
 __all__ = ["CellCall", "refuse_compiled", "unroll"]
-
-Tensors = list[Tensor]
 
 # A cell is measured once for its shapes, and a schedule fitted once for a budget.
 _FITS: CellFits[Fit] = CellFits()

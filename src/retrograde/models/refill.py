@@ -28,13 +28,13 @@ from retrograde.models.tape import Tape
 from retrograde.plan.calls import Part
 from retrograde.replay.generators import Source
 from retrograde.replay.surroundings import Ambient, Trail, autocast_as_now, version
+from retrograde.replay.trees import Tensors
 from retrograde.run.core import unrecorded
 
 __all__ = [
     "DROPPED", "DROPPED_LEAN", "KEPT", "LEAN", "Dropped", "Row", "Unit",
 ]  # fmt: skip
 
-Tensors = list[Tensor]
 State = Sequence[Tensor | None]  # what a call made that the next one is given
 
 #: The ways to keep a call, by their numbers in a plan. A dropped call runs again; when it does,

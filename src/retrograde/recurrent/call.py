@@ -23,6 +23,7 @@ from retrograde.recurrent.plan import HeldPlan
 from retrograde.recurrent.resets import Anew
 from retrograde.recurrent.vendor import Kernel, Layers, Mode, laid_out, run_torch
 from retrograde.recurrent.weights import last_weights
+from retrograde.replay.trees import Tensors
 from retrograde.run.autograd import run_schedule, run_without_gradient
 from retrograde.run.core import Core
 from retrograde.run.layout import Rows
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Call", "Plan", "StackFit"]
 
-Tensors = list[Tensor]
 State = tuple[Tensor, ...]
 
 

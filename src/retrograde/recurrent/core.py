@@ -32,13 +32,12 @@ from retrograde.recurrent.plan import HeldPlan
 from retrograde.recurrent.resets import Anew
 from retrograde.recurrent.vendor import Layers, one_by_one, run_torch
 from retrograde.replay.surroundings import Ambient
+from retrograde.replay.trees import Tensors
 from retrograde.run.core import Core, Emit, Gate, Gradients, Tape, discard
 from retrograde.run.inputs import Inputs
 from retrograde.run.layout import Held, Layout, Rows
 
 __all__ = ["HeldLayers"]
-
-Tensors = list[Tensor]
 
 
 @dataclass

@@ -15,22 +15,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 from retrograde.errors import BudgetError
 from retrograde.kernels import kernels
 from retrograde.plan.fit import Curve, Fit, Footprint, Highest, fit, predict_peak_bytes
 from retrograde.recurrent.dropout import Dropout
 from retrograde.recurrent.fused import Fused, has_slopes, run_held
 from retrograde.recurrent.vendor import Kernel, Layers, run_torch
+from retrograde.replay.trees import Tensors
 from retrograde.run.core import Core
 from retrograde.run.inputs import Inputs
 from retrograde.sizes.footprint import footprint, measured_for
 from retrograde.units import Memory
 
 __all__ = ["Candidate", "candidate", "candidates", "fit_fastest", "fit_measured", "footprints"]
-
-Tensors = list[Tensor]
 
 
 class _Costs(NamedTuple):

@@ -13,6 +13,7 @@ from retrograde.kernels.cells import Kept, Resets, Weights
 from retrograde.plan.fit import Curve
 from retrograde.recurrent.bytes import FORWARD_BYTES
 from retrograde.recurrent.vendor import Layers, run_torch
+from retrograde.replay.trees import Tensors
 from retrograde.sizes.allocations import measure
 from retrograde.sizes.ordinary import FEW_BYTES, FEW_STEPS
 from retrograde.units import Memory
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from retrograde.kernels.cpu_layer import Forward
 
 __all__ = ["LayerForward", "forward_bytes", "forward_curve", "room_for", "run", "run_by_torch"]
-
-Tensors = list[Tensor]
 
 
 def room_for(weights: Weights, x: Tensor) -> Kept | None:

@@ -19,14 +19,13 @@ from retrograde.recurrent.pieces import scan_lengths, sequential_block
 from retrograde.recurrent.plan import HeldPlan
 from retrograde.recurrent.vendor import Kernel, Layers, one_by_one, run_alive, run_torch
 from retrograde.replay.surroundings import Ambient
+from retrograde.replay.trees import Tensors
 from retrograde.run.autograd import run_schedule
 from retrograde.run.autograd_core import AutogradCore
 from retrograde.run.core import Gate
 from retrograde.run.layout import Layout, Rows
 
 __all__ = ["Fused", "has_slopes", "held_plan", "run_held"]
-
-Tensors = list[Tensor]
 
 
 class Fused(AutogradCore):

@@ -14,10 +14,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from retrograde.errors import InputError
+from retrograde.replay.trees import Tensors
 
 __all__ = ["Anew", "read_starts"]
-
-Tensors = list[Tensor]
 
 
 @dataclass(frozen=True)

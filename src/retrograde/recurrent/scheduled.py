@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
 
 from retrograde.errors import BudgetError
 from retrograde.kernels.cells import Weights
@@ -36,13 +35,13 @@ from retrograde.recurrent.pieces import Sequences
 from retrograde.recurrent.plan import HeldPlan, Planner, ordinary_fit
 from retrograde.recurrent.vendor import Kernel, copied_bytes, is_too_long, laid_out, run_torch
 from retrograde.recurrent.weights import stand_ins
+from retrograde.replay.trees import Tensors
 from retrograde.run.inputs import Inputs
 from retrograde.run.layout import Rows
 from retrograde.units import Memory, as_bytes, asks_for_all
 
 __all__ = ["Ranges", "find_plan", "fit_held", "measure_ranges", "ordinary_bytes"]
 
-Tensors = list[Tensor]
 T = TypeVar("T")
 
 

@@ -19,10 +19,10 @@ from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError
 from retrograde.replay.referents import Referents
+from retrograde.replay.trees import Tensors
 
 __all__ = ["Edge", "LeafWatch", "Outside", "distinct", "find_outside", "foreign_tensors"]
 
-Tensors = list[Tensor]
 #: A node of autograd's graph, and the index of one of its outputs.
 Edge = tuple[Any, int]
 

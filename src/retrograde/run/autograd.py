@@ -20,6 +20,7 @@ from retrograde.replay.surroundings import (
     muted_hooks,
     version,
 )
+from retrograde.replay.trees import Tensors
 from retrograde.run.core import Core, Gradients, discard, window
 from retrograde.run.executor import Run
 from retrograde.run.inputs import Inputs
@@ -30,8 +31,6 @@ from retrograde.schedule import Schedule
 from retrograde.units import Memory
 
 __all__ = ["check_schedule", "refuse_both", "run_schedule", "run_without_gradient"]
-
-Tensors = list[Tensor]
 
 _OTHERS = 5  # the number of the node's arguments before the tensors
 

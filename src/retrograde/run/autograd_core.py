@@ -23,6 +23,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from retrograde.errors import CellError, RetrogradeError
 from retrograde.replay.captured import LeafWatch
+from retrograde.replay.trees import Tensors
 from retrograde.run.core import Core, Emit, Gate, Gradients, Tape, as_leaf, window
 from retrograde.run.inputs import Inputs
 from retrograde.run.layout import Layout
@@ -31,7 +32,6 @@ from retrograde.schedule import Action, Backward, Load
 
 __all__ = ["AutogradCore", "Settled", "run_ordinary"]
 
-Tensors = list[Tensor]
 Gradient = Tensor | None
 
 _NOTHING = torch.empty(0, device="cpu")

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from retrograde.replay.surroundings import Ambient, Snapshot
+from retrograde.replay.trees import Tensors
 from retrograde.run.inputs import Inputs
 from retrograde.run.layout import Layout
 from retrograde.schedule import Action
@@ -32,7 +33,6 @@ __all__ = [
     "window",
 ]
 
-Tensors = list[Tensor]
 Gradient = Tensor | None
 #: Takes the outputs of a call: ``emit(start, stop, outputs)``.
 Emit = Callable[[int, int, Tensors], None]

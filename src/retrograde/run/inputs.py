@@ -7,13 +7,10 @@ inputs as they are needed.
 from collections.abc import Sequence
 from typing import Protocol
 
-from torch import Tensor
-
 from retrograde.errors import CellError
+from retrograde.replay.trees import Tensors
 
 __all__ = ["Inputs", "check_length"]
-
-Tensors = list[Tensor]
 
 
 class Inputs(Protocol):

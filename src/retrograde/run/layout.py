@@ -15,11 +15,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from retrograde.replay.trees import Tensors
 from retrograde.run.inputs import Inputs
 
 __all__ = ["Blocks", "Held", "Layout", "Ragged", "Rows", "Straight"]
 
-Tensors = list[Tensor]
 Gradient = Tensor | None
 Index = int | slice
 

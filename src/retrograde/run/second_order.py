@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from retrograde.replay.trees import Tensors
 from retrograde.run.core import Core
 from retrograde.run.layout import Layout
 
 __all__ = ["Gate", "differentiable_gradients"]
-
-Tensors = list[Tensor]
 
 _BEYOND = (
     "create_graph=True: all steps are run again and kept, as in ordinary backpropagation, "

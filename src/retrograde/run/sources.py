@@ -32,12 +32,10 @@ from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError
 from retrograde.replay.generators import OwnRandom, random_position
-from retrograde.replay.trees import Structure, flatten
+from retrograde.replay.trees import Structure, Tensors, flatten
 from retrograde.run.inputs import check_length
 
 __all__ = ["Arrays", "Moved", "Source", "Spool", "Steps", "Stream", "open_source"]
-
-Tensors = list[Tensor]
 
 
 class Source(Protocol):

@@ -19,7 +19,6 @@ __all__ = ["Like", "apart", "device_of", "each_once", "like_of"]
 
 T = TypeVar("T")
 S = TypeVar("S")
-Tensors = list[Tensor]
 Like = tuple[torch.Size, torch.dtype, torch.device]
 
 #: Allocations begin at a multiple of so many bytes.

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from retrograde.errors import CellError
 from retrograde.replay.surroundings import autocast_as_now, muted_hooks, version
+from retrograde.replay.trees import Tensors
 from retrograde.run.core import Core, Gradients
 from retrograde.run.executor import Run
 from retrograde.run.layout import Straight
@@ -28,7 +29,6 @@ from retrograde.schedule.schedule import forward_ranges
 
 __all__ = ["Progress", "TakeInput", "run_stream"]
 
-Tensors = list[Tensor]
 Gradient = Tensor | None
 #: Called with the step, or the range of steps, and the gradient of its input; later steps first.
 TakeInput = Callable[[Any, Any], object]

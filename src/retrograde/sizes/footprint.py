@@ -15,6 +15,7 @@ from torch import Tensor
 
 from retrograde.plan.fit import Curve, Footprint, Highest
 from retrograde.replay.surroundings import muted_hooks
+from retrograde.replay.trees import Tensors
 from retrograde.run.autograd_core import AutogradCore
 from retrograde.run.core import Core, Emit, Gradients, Tape
 from retrograde.run.inputs import Inputs
@@ -51,7 +52,6 @@ HEAP_BYTES = 24 * 2**20
 # engine, for a cell of a dozen small operations.
 _RECORD_STEPS = 6.0
 
-Tensors = list[Tensor]
 Shapes = list[tuple[torch.Size, torch.dtype]]
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from retrograde.plan.fit import Curve, Highest
+from retrograde.replay.trees import Tensors
 from retrograde.run.autograd_core import AutogradCore, run_ordinary
 from retrograde.run.core import as_leaf
 from retrograde.run.inputs import Inputs
@@ -36,8 +37,6 @@ _BESIDE = 1.25
 
 #: The most steps that are measured to learn what one more step adds.
 LONGEST_MEASURED = 256
-
-Tensors = list[Tensor]
 
 
 def ordinary_curve(

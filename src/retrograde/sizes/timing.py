@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from retrograde.machine import now
 from retrograde.replay.surroundings import muted_hooks
+from retrograde.replay.trees import Tensors
 from retrograde.run.core import Core
 from retrograde.run.inputs import Inputs
 from retrograde.sizes.footprint import Shapes, gradients_like, noting
@@ -20,8 +19,6 @@ from retrograde.sizes.footprint import Shapes, gradients_like, noting
 __all__ = ["LinearTime", "RangeTimes", "linear_time", "time_steps"]
 
 _LONG = 64  # steps of the longer range: about as many as schedules record at a time
-
-Tensors = list[Tensor]
 
 
 @dataclass(frozen=True)
