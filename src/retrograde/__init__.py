@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from retrograde.models.lean import lean
     from retrograde.models.profile import Offer, Offers, Profile, profile
     from retrograde.models.sequential import Residual, Sequential
-    from retrograde.plan import TradeOff, cost, least_memory, plan, split, trade_off
+    from retrograde.plan import TradeOff, cost, least_memory, plan, trade_off
     from retrograde.ranks.time_sharded import TimeSharded
     from retrograde.recurrent.modules import GRU, LSTM, RNN
     from retrograde.schedule import (
@@ -101,7 +101,7 @@ _come_from("retrograde.models.sequential")
 __all__ += ["unroll"]
 _come_from("retrograde.cells.unroll")
 
-__all__ += ["TradeOff", "cost", "least_memory", "plan", "split", "trade_off"]
+__all__ += ["TradeOff", "cost", "least_memory", "plan", "trade_off"]
 _come_from("retrograde.plan")
 
 __all__ += ["TimeSharded"]
@@ -125,6 +125,7 @@ _GONE = {
     "Explanation": "Sequential.explain returns a retrograde.scan.chain_scan.ScanChoice",
     "explain": "use Sequential.explain; for recurrent layers, memory='100%' is fast",
     "LayerSharded": "use torch.distributed.pipelining, or rg.Sequential(memory=) in one process",
+    "split": "read the first Store of rg.plan(length, memory)",
     "longest": "use bisect_left(range(1, 2**60), True, key=lambda t: rg.cost(t, m) > a * t)",
     "from_checkpoint_schedules": "copy examples/recipes/from_checkpoint_schedules.py",
     "to_checkpoint_schedules": "copy examples/recipes/to_checkpoint_schedules.py",

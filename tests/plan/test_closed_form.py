@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from oracles.recurrences import fewest_actions_hsm, hsm_table, ism_table
 from retrograde.errors import ScheduleError
 from retrograde.plan import cost
-from retrograde.plan.steps.closed_form import hsm_cost, hsm_split, ism_cost, ism_split
+from retrograde.plan.steps.closed_form import hsm_cost, hsm_split, ism_cost
 
 LENGTH, MEMORY = 60, 30
 LENGTHS, MEMORIES = np.arange(1, LENGTH + 1)[:, None], np.arange(1, MEMORY + 1)
@@ -60,7 +60,7 @@ def test_hsm_splits_are_the_largest_that_lead_to_the_fewest_actions(hsm):
 def test_ism_splits_are_optimal(ism):
     for t in range(1, LENGTH + 1):
         for m in range(1, MEMORY + 1):
-            y = ism_split(t, m)
+            y = hsm_split(t + 1, m)
             assert y + ism[y - 1, m] + ism[t - y, m - 1] == ism[t, m]
 
 
@@ -70,7 +70,7 @@ def test_splits_are_optimal_at_any_size(length, memory):
     assert 1 <= y < length
     right = hsm_cost(length - y, memory - 1) if length - y > 1 else 1
     assert y + hsm_cost(y, memory) + right == hsm_cost(length, memory)
-    y = ism_split(length, memory)
+    y = hsm_split(length + 1, memory)
     assert 1 <= y <= length
     left = ism_cost(y - 1, memory)
     right = ism_cost(length - y, memory - 1) if length - y else 0

@@ -4,9 +4,9 @@ import pytest
 
 from oracles.recurrences import fewest_actions_hsm, fewest_actions_ism
 from retrograde.errors import ScheduleError
-from retrograde.plan import plan, split
+from retrograde.plan import plan
 from retrograde.plan.steps import unfold
-from retrograde.plan.steps.closed_form import hsm_cost, ism_cost
+from retrograde.plan.steps.closed_form import hsm_cost, hsm_split, ism_cost
 from retrograde.schedule import Advance, Store
 
 
@@ -66,7 +66,7 @@ def test_the_rule_for_ties_is_a_thousandfold_where_all_is_recorded():
 def test_a_schedule_begins_with_its_split():
     for length in range(3, 60):
         for memory in range(2, 12):
-            y = split(length, memory)
+            y = hsm_split(length, memory)
             actions = plan(length, memory)[1:3]
             assert actions[0] == Advance(0, y)
             assert actions[1] == Store(y) or y == length - 1

@@ -6,7 +6,7 @@ Importing it loads neither torch nor numba: kernels are compiled on first use.
 from retrograde.plan.arguments import CHAIN_POLICIES, POLICIES
 from retrograde.plan.chains import chain_minimum
 from retrograde.plan.inverse import TradeOff, least_memory, trade_off
-from retrograde.plan.planner import cost, plan, split
+from retrograde.plan.planner import cost, plan
 
 __all__ = [
     "CHAIN_POLICIES",
@@ -16,6 +16,5 @@ __all__ = [
     "cost",
     "least_memory",
     "plan",
-    "split",
     "trade_off",
 ]

@@ -1,4 +1,4 @@
-"""The questions a user asks first: the schedule, its cost and its split.
+"""The questions a user asks first: the schedule and its cost.
 
 HSM and ISM are closed forms (:mod:`retrograde.plan.steps.closed_form`), and so is MSM, the mix of
 both (:mod:`~retrograde.plan.steps.mixed`). :mod:`~retrograde.plan.steps.best` says for which sizes
@@ -38,16 +38,14 @@ from retrograde.plan.steps.best import best_cost, best_costs, best_schedule, clo
 from retrograde.plan.steps.closed_form import (
     hsm_cost,
     hsm_parts,
-    hsm_split,
     ism_cost,
-    ism_split,
 )
 from retrograde.plan.steps.mixed import Mixed
 from retrograde.plan.steps.unfold import Parts, store_all
 from retrograde.schedule import Chain, Schedule, Units
 from retrograde.units import Memory, as_bytes
 
-__all__ = ["cost", "plan", "split"]
+__all__ = ["cost", "plan"]
 
 _ISM = Units(alpha=1, beta=1, core=1, initial=0)
 _LONGEST_AT_ONCE = 2**31 - 1  # steps in an array whose costs fit 64 bits for certain
@@ -207,37 +205,6 @@ def cost(
         where = memories == slots if len(levels) > 1 else ...
         costs[where] = form.costs(lengths[where])
     return costs
-
-
-def split(length: int, memory: int, policy: str = "hsm") -> int:
-    """Return where HSM or ISM keeps its first state, D(t, m), without a table (G16 eqs. 3, 5).
-
-    Args:
-        length: steps; at least 2 for ``"hsm"``, where one step has no split.
-        memory: slots, as :func:`plan` has it.
-        policy: ``"hsm"`` or ``"ism"``.
-
-    Returns:
-        An optimal position y: HSM stores the hidden state y, and ISM records the step y − 1.
-        HSM's is the position of :func:`plan`; ISM's is HSM's for one step more.
-
-    Raises:
-        ScheduleError: an argument is out of range, or the policy is another.
-
-    Example:
-        >>> split(1000, 50), split(10**12, 10**6, "ism")
-        (51, 2000001)
-    """
-    if policy not in ("hsm", "ism"):
-        check_policy(policy, alpha=1, has_memory=policy != "store-all")
-        raise ScheduleError(
-            f"the policy {policy!r} keeps states of two kinds: expected 'hsm' or 'ism'; read the "
-            "actions of a plan instead"
-        )
-    slots = integer("memory", memory)
-    if policy == "hsm":
-        return hsm_split(integer("length", length, 2), slots)
-    return ism_split(integer("length", length), slots)
 
 
 def _form(policy: str, slots: int, alpha: int | None, beta: int | None) -> Mixed | None:

@@ -36,7 +36,6 @@ __all__ = [
     "hsm_parts",
     "hsm_split",
     "ism_cost",
-    "ism_split",
     "repetitions",
     "split_of",
 ]
@@ -63,11 +62,6 @@ def hsm_split(length: int, memory: int) -> int:
     By Pascal's rule z is the sum of both parts' z, so both use their free steps first.
     """
     return split_of(length, memory, repetitions(length, memory))
-
-
-def ism_split(length: int, memory: int) -> int:
-    """Return an optimal position D(t, m) = y (G16 eq. 5), 1 to length: step y − 1 is recorded."""
-    return hsm_split(length + 1, memory)
 
 
 def repetitions(length: int, memory: int) -> int:
