@@ -124,6 +124,9 @@ class Held:
     more: torch.Tensor | None = None
 
 
+torch.export.register_dataclass(Held)
+
+
 def test_a_dataclass_of_tensors_and_numbers_is_a_state():
     torch.manual_seed(1)
     net = nn.GRUCell(3, 5, dtype=DOUBLE)
@@ -142,6 +145,16 @@ def test_a_dataclass_of_tensors_and_numbers_is_a_state():
         assert (after.step, after.done, after.more) == (11, True, None)
         assert after.scale == pytest.approx(0.9**11)
         assert type(after.scale) is float
+
+
+def test_a_dataclass_that_torch_does_not_know_is_refused():
+    @dataclass
+    class Unknown:
+        h: torch.Tensor
+
+    told = r"state holds a Unknown: expected .* torch\.export\.register_dataclass\(Unknown\)"
+    with pytest.raises(rg.CellError, match=told):
+        rg.unroll(lambda x, s: (x, s), torch.randn(5, 2), Unknown(torch.zeros(2)), memory="50%")
 
 
 def test_a_state_that_does_not_settle_is_refused():

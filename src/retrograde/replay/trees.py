@@ -1,11 +1,11 @@
 """Pytrees of tensors as flat lists and back; a ``None`` is part of the structure, not a leaf.
 
-A dataclass is a node, registered with torch or not: its fields are its children. Where numbers are
-allowed, as in a state, they become tensors of one number, so that each is stored with its state.
+Where numbers are allowed, as in a state, they become tensors of one number, so that each is stored
+with its state.
 """
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,29 +65,6 @@ class _Name:
         return {Tensor: "*", type(None): "None"}.get(self.kind, self.kind.__name__)
 
 
-class _Fields(tuple[Any, ...]):
-    """A dataclass as a node: its class, the names of the fields that have a value, the values."""
-
-
-def _opened(leaf: Any) -> Any:
-    """Return a dataclass, and those within it, as nodes of a pytree."""
-    if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
-        return leaf
-    names = tuple(f.name for f in dataclasses.fields(leaf) if hasattr(leaf, f.name))
-    return _Fields((type(leaf), names, [pytree.tree_map(_opened, getattr(leaf, n)) for n in names]))
-
-
-def _made(values: Iterable[Any], of: Any) -> Any:
-    made, names = of
-    one: Any = object.__new__(made)
-    for name, value in zip(names, values, strict=True):
-        object.__setattr__(one, name, value)
-    return one
-
-
-pytree.register_pytree_node(_Fields, lambda node: (node[2], node[:2]), _made)
-
-
 def flatten(tree: Any, name: str, *, numbers: bool = False) -> tuple[list[Tensor], Structure]:
     """Return the tensors of a tree, in order, and its structure; ``numbers`` become tensors too.
 
@@ -105,8 +82,6 @@ def flatten(tree: Any, name: str, *, numbers: bool = False) -> tuple[list[Tensor
     if type(tree) is tuple and len(tree) == 2 and all(isinstance(t, Tensor) for t in tree):
         return list(tree), _PAIR
     leaves, spec = pytree.tree_flatten(tree)
-    if any(map(dataclasses.is_dataclass, leaves)):
-        leaves, spec = pytree.tree_flatten(pytree.tree_map(_opened, tree))
     found: list[Tensor] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
@@ -114,10 +89,10 @@ def flatten(tree: Any, name: str, *, numbers: bool = False) -> tuple[list[Tensor
         elif numbers and type(leaf) in _NUMBERS:
             found.append(torch.tensor(leaf, dtype=_NUMBERS[type(leaf)], device="cpu"))
         elif leaf is not None:
-            raise CellError(
-                f"the {name} holds a {type(leaf).__name__}: expected a pytree of tensors; "
-                "turn numbers into tensors"
-            )
+            kind, remedy = type(leaf).__name__, "turn numbers into tensors"
+            if dataclasses.is_dataclass(leaf):
+                remedy = f"make it one by torch.export.register_dataclass({kind})"
+            raise CellError(f"the {name} holds a {kind}: expected a pytree of tensors; {remedy}")
     kinds = (Tensor if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
     return found, Structure(spec, tuple(kinds))
 

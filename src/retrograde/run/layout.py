@@ -95,8 +95,30 @@ class Held(Inputs):
         return self.layout.leaves(self.tensors, index)
 
 
+class ByRows(Layout):
+    """Each call has its own rows of every tensor."""
+
+    def rows(self, index: Index) -> Index:
+        """Return the rows of a call."""
+        return index
+
+    def joined(self, outputs: Tensors) -> Tensors:
+        return outputs
+
+    def parts(self, tensors: Sequence[Gradient], index: Index) -> list[Gradient]:
+        return [None if t is None else t[self.rows(index)] for t in tensors]
+
+    def room(self, x: Tensor) -> Tensor:
+        return torch.empty_like(x)
+
+    def take(self, totals: Sequence[Gradient], index: Index, shares: Sequence[Gradient]) -> None:
+        for total, share in zip(totals, shares, strict=False):
+            if total is not None:
+                total[self.rows(index)] = 0 if share is None else share
+
+
 @dataclass(frozen=True)
-class Straight(Layout):
+class Straight(ByRows):
     """Step t of every tensor is its row t.
 
     Example:
@@ -118,23 +140,9 @@ class Straight(Layout):
         shapes = [y.shape[1:] if self.fused else y.shape for y in values]
         return [y.new_empty((self.length, *shape)) for y, shape in zip(values, shapes, strict=True)]
 
-    def joined(self, outputs: Tensors) -> Tensors:
-        return outputs
-
-    def parts(self, tensors: Sequence[Gradient], index: Index) -> list[Gradient]:
-        return [None if t is None else t[index] for t in tensors]
-
-    def room(self, x: Tensor) -> Tensor:
-        return torch.empty_like(x)
-
-    def take(self, totals: Sequence[Gradient], index: Index, shares: Sequence[Gradient]) -> None:
-        for share, total in zip(shares, totals, strict=True):
-            if total is not None:
-                total[index] = 0 if share is None else share
-
 
 @dataclass(frozen=True)
-class Rows(Layout):
+class Rows(ByRows):
     """A batch of sequences, packed or not, of which a call runs a range of steps.
 
     Inputs are (T, B, …), or (rows, …) if ``sizes`` (T,) says how many sequences have each step,
@@ -157,7 +165,6 @@ class Rows(Layout):
         return [0, *self.sizes.cumsum(0).tolist()]
 
     def rows(self, index: Index) -> slice:
-        """Return the rows of a call."""
         assert isinstance(index, slice)
         if self.sizes is None:
             return index
@@ -177,20 +184,6 @@ class Rows(Layout):
     def allocate(self, values: Tensors) -> Tensors:
         (_, *rest), rows = values[0].shape, self.rows(slice(0, self.length)).stop
         return [values[0].new_empty(rows, *rest)]
-
-    def joined(self, outputs: Tensors) -> Tensors:
-        return outputs
-
-    def parts(self, tensors: Sequence[Gradient], index: Index) -> list[Gradient]:
-        return [None if t is None else t[self.rows(index)] for t in tensors]
-
-    def room(self, x: Tensor) -> Tensor:
-        return torch.empty_like(x)
-
-    def take(self, totals: Sequence[Gradient], index: Index, shares: Sequence[Gradient]) -> None:
-        (total,), share = totals, shares[0]
-        if total is not None:
-            total[self.rows(index)] = 0 if share is None else share
 
 
 @dataclass(frozen=True)
