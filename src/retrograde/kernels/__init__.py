@@ -68,10 +68,10 @@ class Kernels:
 def kernels(device: str, dtype: torch.dtype, size: int) -> Kernels:
     """Return the fastest implementation for a device type, a dtype and H hidden units."""
     if device == "cpu" and dtype in (torch.float32, torch.float64):
-        from retrograde.kernels import cpu, cpu_layer
+        from retrograde.kernels import cpu, cpu_layer, tiles
 
         slopes = cpu.gru_slopes, cpu.lstm_slopes
-        layer = cpu_layer.Forward, cpu_layer.Backward, cpu_layer.recall, cpu.panels
+        layer = cpu_layer.Forward, cpu_layer.Backward, cpu_layer.recall, tiles.panels
         return Kernels("numba", cpu.sweep, cpu.scan, slopes, cpu.products, *layer)
     if device == "cuda" and dtype == torch.float32 and importlib.util.find_spec("triton"):
         from retrograde.kernels.cuda import launch as cuda

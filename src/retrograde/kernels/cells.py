@@ -31,23 +31,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = [
-    "GATES",
-    "Block",
-    "GateSlopes",
-    "Kept",
-    "Kind",
-    "Resets",
-    "Slopes",
-    "Weights",
-    "gru_slopes",
-    "jacobians",
-    "lstm_slopes",
-    "pull",
-    "pull_to_inputs",
-    "slopes",
-]
-
 #: The cells, by torch's own names for them.
 Kind = Literal["RNN_TANH", "RNN_RELU", "GRU", "LSTM"]
 

@@ -18,22 +18,6 @@ from retrograde.kernels.cells import Resets, Slopes
 from retrograde.kernels.team import Range, ranges, share
 from retrograde.kernels.tiles import panels, whole_vectors
 
-__all__ = [
-    "ELEMENT_WORK",
-    "THREAD_WORK",
-    "gru_slopes",
-    "lstm_slopes",
-    "no_panels",
-    "panels",
-    "parts_for",
-    "products",
-    "scan",
-    "starts_of",
-    "steps_parts",
-    "sweep",
-    "sweep_in_place",
-]
-
 #: The multiplications for which one more thread pays; they take about a tenth of a millisecond.
 THREAD_WORK = 2_000_000
 #: The work of one element of the slopes, in multiplications.

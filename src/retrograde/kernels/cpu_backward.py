@@ -16,8 +16,6 @@ from retrograde.kernels import cpu_cells as cell
 from retrograde.kernels.lanes import LANES, Reals, compiled, load, store
 from retrograde.kernels.tiles import PANEL, add_outer, product, whole_vectors
 
-__all__ = ["Arrays", "backward_gru", "backward_lstm", "backward_rnn", "leave", "room_for"]
-
 # Gate gradients are buffered per thread, in rows (one row is one step of one sample). The buffer is
 # halved at four samples or fewer, where it would dominate.
 _ROWS = 64

@@ -8,8 +8,6 @@ from typing import Any
 
 from retrograde.kernels.lanes import inlined, like, one_above, positive, quotient, sigmoid, tanh
 
-__all__ = ["gru_gates", "gru_slopes", "lstm_gates", "lstm_slopes", "rnn_slope", "rnn_state"]
-
 Four = tuple[Any, Any, Any, Any]
 
 

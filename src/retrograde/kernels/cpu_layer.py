@@ -24,8 +24,6 @@ from retrograde.kernels.lanes import LANES
 from retrograde.kernels.team import share
 from retrograde.kernels.tiles import panels, whole_vectors
 
-__all__ = ["Backward", "Forward", "ForwardInPlace", "recall"]
-
 State = tuple[Tensor, ...]
 
 

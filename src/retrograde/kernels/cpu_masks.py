@@ -10,8 +10,6 @@ from torch import Tensor
 
 from retrograde.kernels.team import ranges, share
 
-__all__ = ["drop"]
-
 _GAMMA, _MIX_1, _MIX_2 = (
     np.uint64(value) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )

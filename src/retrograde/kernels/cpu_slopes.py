@@ -10,8 +10,6 @@ from retrograde.kernels import cpu_cells as cell
 from retrograde.kernels.cpu_states import enter
 from retrograde.kernels.lanes import LANES, Reals, compiled, load, store
 
-__all__ = ["gru_slopes", "lstm_gates", "lstm_slopes"]
-
 
 @compiled  # type: ignore[untyped-decorator]
 def gru_slopes(

@@ -20,8 +20,6 @@ from retrograde.kernels.cpu_cells import gru_gates, lstm_gates, rnn_state
 from retrograde.kernels.lanes import LANES, Reals, compiled, load, store, tanh
 from retrograde.kernels.tiles import product
 
-__all__ = ["enter", "run_gru", "run_lstm", "run_rnn"]
-
 
 @compiled  # type: ignore[untyped-decorator]
 def run_rnn(

@@ -9,16 +9,6 @@ from retrograde.kernels.cpu_backward import leave
 from retrograde.kernels.lanes import LANES, Reals, compiled, load, store
 from retrograde.kernels.tiles import PANEL, product, whole_vectors
 
-__all__ = [
-    "Arrays",
-    "products_lstm",
-    "products_state",
-    "room_for_products",
-    "sweep_chunks",
-    "sweep_lstm",
-    "sweep_state",
-]
-
 
 class Arrays(NamedTuple):
     """The arrays of :class:`retrograde.kernels.cells.Slopes`, the weights and the losses.

@@ -11,8 +11,6 @@ import warnings
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-__all__ = ["Fallback"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

@@ -25,26 +25,6 @@ from numba import extending, njit, types
 from numba.extending import models, overload, register_model
 from numpy.typing import NDArray
 
-__all__ = [
-    "LANES",
-    "Lanes",
-    "Reals",
-    "broadcast",
-    "compiled",
-    "inlined",
-    "intrinsic",
-    "like",
-    "load",
-    "one_above",
-    "positive",
-    "quotient",
-    "sigmoid",
-    "spread",
-    "store",
-    "tanh",
-    "vector_of",
-]
-
 #: The numbers of a vector.
 LANES = 8
 

@@ -12,8 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["in_large_pages"]
-
 _LEAST = 2**22  # bytes, numpy's threshold
 _PAGE = mmap.PAGESIZE
 

@@ -31,11 +31,6 @@ from torch import Tensor
 
 from retrograde.kernels.cells import Resets, Slopes, pull
 
-__all__ = [
-    "CANCELLATION", "at_step", "carry", "in_chunks", "products", "safe_chunk", "scan", "sweep",
-    "trusted", "warn_of_sweep",
-]  # fmt: skip
-
 #: How much larger than every gradient the terms of a product may be. Larger terms would leave
 #: rounding errors that show in the gradient.
 CANCELLATION = 100.0

@@ -23,8 +23,6 @@ try:
 except ImportError:  # not on Linux
     getrusage = None  # type: ignore[assignment]
 
-__all__ = ["Range", "paced", "ranges", "share"]
-
 _Part = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 Range = tuple[int, int]

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from retrograde.kernels.lanes import LANES, Reals, broadcast, compiled, intrinsic, vector_of
 
-__all__ = ["PANEL", "add_outer", "panels", "product", "whole_vectors"]
-
 #: The columns of a panel.
 PANEL = 3 * LANES
 

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Verdicts"]
-
 
 class Verdicts:
     """Verdicts that are under way. After the first bad one, ``warn`` is called, and none is read.
