@@ -81,11 +81,13 @@ def backward_rnn(relu: bool, after: Reals, of: Arrays, first: int, last: int) ->
 
     ``after`` (L, B, H) is h after each step.
     """
-    samples, size = of.g.shape
+    before, hidden, losses = of.before, of.hidden, of.losses
+    g, starts, to_entry = of.g, of.starts, of.to_entry
+    samples, size = g.shape
     stride, wide, each = row_length(size), whole_vectors(size), last - first
-    steps = steps_at_once(each, of.before.shape[0])
+    steps = steps_at_once(each, before.shape[0])
     s, into, rest = _divided(of.room, steps * each * stride, each * wide)
-    h, terms, known = after.reshape(-1), of.losses.reshape(-1), of.g.reshape(-1)
+    h, terms, known = after.reshape(-1), losses.reshape(-1), g.reshape(-1)
     for stop in range(after.shape[0], 0, -steps):
         start = max(0, stop - steps)
         for t in range(stop - 1, start - 1, -1):
@@ -95,16 +97,16 @@ def backward_rnn(relu: bool, after: Reals, of: Arrays, first: int, last: int) ->
                 for j in range(0, size, LANES):
                     left = size - j
                     d = load(known, b * size + j, left)
-                    if of.losses.shape[0]:
+                    if losses.shape[0]:
                         d = d + load(terms, row + j, left)
                     slope = cell.rnn_slope(load(h, row + j, left), relu)
                     store(s, v + j, d * slope, left)
             into[:] = 0
-            product(s, top, stride, each, of.hidden, wide, into)
+            product(s, top, stride, each, hidden, wide, into)
             for b in range(each):
-                of.g[first + b] = into[b * wide : b * wide + size]
-            if of.starts.shape[0]:
-                leave(of.starts[t], of.g, of.to_entry, first, last)
+                g[first + b] = into[b * wide : b * wide + size]
+            if starts.shape[0]:
+                leave(starts[t], g, to_entry, first, last)
         _add_products(of, s, s, stride, start, stop, rest, first, last)
 
 
@@ -117,12 +119,14 @@ def backward_lstm(
     ``gates`` are i, f, g, o (L, B, 4 H). ``after`` is h after each step, and ``cells`` is c before
     it, each (L, B, H).
     """
-    samples, size = of.g.shape[0], of.g.shape[1] // 2
+    before, hidden, losses = of.before, of.hidden, of.losses
+    g, starts, to_entry = of.g, of.starts, of.to_entry
+    samples, size = g.shape[0], g.shape[1] // 2
     stride, wide, each = row_length(4 * size), whole_vectors(size), last - first
-    steps = steps_at_once(each, of.before.shape[0])
+    steps = steps_at_once(each, before.shape[0])
     s, into, rest = _divided(of.room, steps * each * stride, each * wide)
     given, h, c = gates.reshape(-1), after.reshape(-1), cells.reshape(-1)
-    terms, known = of.losses.reshape(-1), of.g.reshape(-1)
+    terms, known = losses.reshape(-1), g.reshape(-1)
     for stop in range(after.shape[0], 0, -steps):
         start = max(0, stop - steps)
         for t in range(stop - 1, start - 1, -1):
@@ -134,7 +138,7 @@ def backward_lstm(
                     i, f = load(given, u, left), load(given, u + size, left)
                     n, o = load(given, u + 2 * size, left), load(given, u + 3 * size, left)
                     dh = load(known, of_h + j, left)
-                    if of.losses.shape[0]:
+                    if losses.shape[0]:
                         dh = dh + load(terms, at, left)
                     s_i, s_f, s_g, s_o, e = cell.lstm_slopes(
                         i, f, n, o, load(c, at, left), load(h, at, left)
@@ -146,11 +150,11 @@ def backward_lstm(
                     store(s, w + 2 * size, dc * s_g, left)
                     store(s, w + 3 * size, dh * s_o, left)
             into[:] = 0
-            product(s, top, stride, each, of.hidden, wide, into)
+            product(s, top, stride, each, hidden, wide, into)
             for b in range(each):
-                of.g[first + b, :size] = into[b * wide : b * wide + size]
-            if of.starts.shape[0]:
-                leave(of.starts[t], of.g, of.to_entry, first, last)
+                g[first + b, :size] = into[b * wide : b * wide + size]
+            if starts.shape[0]:
+                leave(starts[t], g, to_entry, first, last)
         _add_products(of, s, s, stride, start, stop, rest, first, last)
 
 
@@ -168,15 +172,17 @@ def backward_gru(
     z. The last three are multiplied by ``inputs``. The rows of ``to_hidden`` and ``to_inputs`` are
     in the same orders, and ``to_biases`` is in the order of a buffered row.
     """
-    samples, size = of.g.shape
+    x, before, hidden, losses = of.x, of.before, of.hidden, of.losses
+    g, starts, to_entry = of.g, of.starts, of.to_entry
+    samples, size = g.shape
     stride, wide, each = row_length(4 * size), whole_vectors(size), last - first
-    width, three = of.x.shape[2], whole_vectors(3 * size)
-    steps = steps_at_once(each, of.before.shape[0])
+    width, three = x.shape[2], whole_vectors(3 * size)
+    steps = steps_at_once(each, before.shape[0])
     s, into, rest = _divided(of.room, steps * each * stride, each * wide)
     driven, recurrent, rest = _divided(rest, each * three, each * three)
-    read, h = of.x.reshape(-1), of.before.reshape(-1)
-    terms, known = of.losses.reshape(-1), of.g.reshape(-1)
-    for stop in range(of.before.shape[0], 0, -steps):
+    read, h = x.reshape(-1), before.reshape(-1)
+    terms, known = losses.reshape(-1), g.reshape(-1)
+    for stop in range(before.shape[0], 0, -steps):
         start = max(0, stop - steps)
         for t in range(stop - 1, start - 1, -1):
             at, top = t * samples + first, (t - start) * each * stride
@@ -194,7 +200,7 @@ def backward_gru(
                     m = load(recurrent, u + 2 * size + j, left)
                     r, z, n = cell.gru_gates(r, z, load(driven, u + 2 * size + j, left), m)
                     d = load(known, of_b + j, left)
-                    if of.losses.shape[0]:
+                    if losses.shape[0]:
                         d = d + load(terms, row + j, left)
                     s_r, s_z, s_m, s_n = cell.gru_slopes(r, z, n, m, load(h, row + j, left))
                     store(s, w, d * s_m, left)
@@ -202,11 +208,11 @@ def backward_gru(
                     store(s, w + 2 * size, d * s_z, left)
                     store(s, w + 3 * size, d * s_n, left)
                     store(into, b * wide + j, d * z, LANES)
-            product(s, top, stride, each, of.hidden, wide, into)
+            product(s, top, stride, each, hidden, wide, into)
             for b in range(each):
-                of.g[first + b] = into[b * wide : b * wide + size]
-            if of.starts.shape[0]:
-                leave(of.starts[t], of.g, of.to_entry, first, last)
+                g[first + b] = into[b * wide : b * wide + size]
+            if starts.shape[0]:
+                leave(starts[t], g, to_entry, first, last)
         _add_products(of, s, s[size:], stride, start, stop, rest, first, last)
 
 

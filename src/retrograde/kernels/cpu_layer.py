@@ -304,8 +304,7 @@ def recall(
     cells, (bias, _) = before.new_empty(before.shape), _biases(weights)
     _drive(weights.inputs, bias, x, gates)
     gates.flatten(0, 1).addmm_(before.flatten(0, 1), weights.hidden.t())
-    arrays = [t.numpy() for t in (gates, before[:0], cells, no_panels(c), c, c)]
-    arrays += [*starts_of(resets, c)[:2], c[:0].numpy()]
-    work = before.numel() * ELEMENT_WORK
-    share(functools.partial(cpu_states.run_lstm, *arrays), parts_for(before.shape[1], work))
+    arrays = gates.numpy(), cells.numpy(), c.numpy(), *starts_of(resets, c)[:2]
+    parts = parts_for(before.shape[1], before.numel() * ELEMENT_WORK)
+    share(functools.partial(cpu_states.run_cells, *arrays), parts)
     return Kept(gates, cells)

@@ -107,8 +107,7 @@ def run_lstm(
     """Run an LSTM.
 
     The gates i, f, g, o overwrite ``driven``. ``before`` (L, B, H) receives c before each step,
-    unless it is empty. If ``outputs`` are empty, ``driven`` has the states' part too, and only the
-    gates and c are computed.
+    unless it is empty.
     """
     samples, size = c.shape
     width, own = sums.shape[1], sums[first:last].reshape(-1)
@@ -117,8 +116,7 @@ def run_lstm(
     for t in range(driven.shape[0]):
         if starts.shape[0]:
             enter(starts[t], entry, c, size, first, last)
-            if outputs.shape[0]:
-                enter(starts[t], entry, h, 0, first, last)
+            enter(starts[t], entry, h, 0, first, last)
         if hidden.shape[0]:
             own[:] = 0
             product(states, first * size, size, last - first, hidden, width, own)
@@ -128,9 +126,8 @@ def run_lstm(
                 left, v, w = size - j, 4 * at + j, u + j
                 i, f = load(gates, v, left), load(gates, v + size, left)
                 g, o = load(gates, v + 2 * size, left), load(gates, v + 3 * size, left)
-                if outputs.shape[0]:
-                    i, f = i + load(own, w, left), f + load(own, w + size, left)
-                    g, o = g + load(own, w + 2 * size, left), o + load(own, w + 3 * size, left)
+                i, f = i + load(own, w, left), f + load(own, w + size, left)
+                g, o = g + load(own, w + 2 * size, left), o + load(own, w + 3 * size, left)
                 i, f, g, o = lstm_gates(i, f, g, o)
                 cell = load(cells, row + j, left)
                 if before.shape[0]:
@@ -140,11 +137,42 @@ def run_lstm(
                 store(gates, v + size, f, left)
                 store(gates, v + 2 * size, g, left)
                 store(gates, v + 3 * size, o, left)
+                state = o * tanh(cell)
                 store(cells, row + j, cell, left)
-                if outputs.shape[0]:
-                    state = o * tanh(cell)
-                    store(states, row + j, state, left)
-                    store(y, at + j, state, left)
+                store(states, row + j, state, left)
+                store(y, at + j, state, left)
+
+
+@compiled  # type: ignore[untyped-decorator]
+def run_cells(
+    gates: Reals,
+    before: Reals,
+    c: Reals,
+    starts: NDArray[np.bool_],
+    entry: Reals,
+    first: int,
+    last: int,
+) -> None:
+    """Run an LSTM's c alone. ``gates`` are all that enters the gates, overwritten by i, f, g, o."""
+    samples, size = c.shape
+    flat, cells, cells_before = gates.reshape(-1), c.reshape(-1), before.reshape(-1)
+    for t in range(gates.shape[0]):
+        if starts.shape[0]:
+            enter(starts[t], entry, c, size, first, last)
+        for b in range(first, last):
+            for j in range(0, size, LANES):
+                left, at, row = size - j, (t * samples + b) * size + j, b * size + j
+                v = 4 * (at - j) + j
+                i, f = load(flat, v, left), load(flat, v + size, left)
+                g, o = load(flat, v + 2 * size, left), load(flat, v + 3 * size, left)
+                i, f, g, o = lstm_gates(i, f, g, o)
+                cell = load(cells, row, left)
+                store(cells_before, at, cell, left)
+                store(flat, v, i, left)
+                store(flat, v + size, f, left)
+                store(flat, v + 2 * size, g, left)
+                store(flat, v + 3 * size, o, left)
+                store(cells, row, f * cell + i * g, left)
 
 
 @compiled  # type: ignore[untyped-decorator]

@@ -43,30 +43,32 @@ def sweep_state(of: Arrays, g: Reals, room: Reals, first: int, last: int) -> Non
     (B, W ≥ H) holds whole vectors, if there are weights. Otherwise it receives the part of the
     gradient that bypasses the gates.
     """
-    samples, size, width, wide = *g.shape, of.gates.shape[2], room.shape[1]
-    s, kept, s_n = of.gates.reshape(-1), of.keep.reshape(-1), of.inner.reshape(-1)
-    known, terms, before = g.reshape(-1), of.losses.reshape(-1), room[first:last].reshape(-1)
-    for t in range(of.gates.shape[0] - 1, -1, -1):
+    gates, keep, losses, hidden = of.gates, of.keep, of.losses, of.hidden
+    starts, to_entry = of.starts, of.to_entry
+    samples, size, width, wide = *g.shape, gates.shape[2], room.shape[1]
+    s, kept, s_n = gates.reshape(-1), keep.reshape(-1), of.inner.reshape(-1)
+    known, terms, before = g.reshape(-1), losses.reshape(-1), room[first:last].reshape(-1)
+    for t in range(gates.shape[0] - 1, -1, -1):
         before[:] = 0
         for b in range(first, last):
             row, u, to = (t * samples + b) * size, (t * samples + b) * width, (b - first) * wide
             for j in range(0, size, LANES):
                 left, at = size - j, row + j
                 x = load(known, b * size + j, left)
-                if of.losses.shape[0]:
+                if losses.shape[0]:
                     x = x + load(terms, at, left)
                 for k in range(u + j, u + width, size):
                     store(s, k, x * load(s, k, left), left)
-                if of.keep.shape[0]:
+                if keep.shape[0]:
                     store(before, to + j, x * load(kept, at, left), left)
                     store(s_n, at, x * load(s_n, at, left), left)
-        if of.hidden.shape[0]:
+        if hidden.shape[0]:
             to = (t * samples + first) * width
-            product(s, to, width, last - first, of.hidden, wide, before)
+            product(s, to, width, last - first, hidden, wide, before)
             for b in range(last - first):
                 g[first + b] = before[b * wide : b * wide + size]
-        if of.starts.shape[0]:
-            leave(of.starts[t], g, of.to_entry, first, last)
+        if starts.shape[0]:
+            leave(starts[t], g, to_entry, first, last)
 
 
 @compiled  # type: ignore[untyped-decorator]
@@ -76,17 +78,19 @@ def sweep_lstm(of: Arrays, g: Reals, room: Reals, first: int, last: int) -> None
     ``g`` (B, 2 H), the gradient after the last step, is overwritten by that before step 0. Without
     weights only the gradient of c is. ``room`` (B, W ≥ H) holds whole vectors.
     """
+    gates, losses, hidden = of.gates, of.losses, of.hidden
+    starts, to_entry = of.starts, of.to_entry
     samples, size, wide = g.shape[0], g.shape[1] // 2, room.shape[1]
-    s, f, e, known = of.gates.reshape(-1), of.keep.reshape(-1), of.inner.reshape(-1), g.reshape(-1)
-    terms, before = of.losses.reshape(-1), room[first:last].reshape(-1)
-    for t in range(of.gates.shape[0] - 1, -1, -1):
+    s, f, e, known = gates.reshape(-1), of.keep.reshape(-1), of.inner.reshape(-1), g.reshape(-1)
+    terms, before = losses.reshape(-1), room[first:last].reshape(-1)
+    for t in range(gates.shape[0] - 1, -1, -1):
         for b in range(first, last):
             row, of_h = (t * samples + b) * size, 2 * b * size
             of_c = of_h + size
             for j in range(0, size, LANES):
                 left, at, v = size - j, row + j, 4 * row + j
                 x = load(known, of_h + j, left)
-                if of.losses.shape[0]:
+                if losses.shape[0]:
                     x = x + load(terms, at, left)
                 d = load(known, of_c + j, left) + x * load(e, at, left)
                 store(known, of_c + j, d * load(f, at, left), left)
@@ -94,14 +98,14 @@ def sweep_lstm(of: Arrays, g: Reals, room: Reals, first: int, last: int) -> None
                 store(s, v + size, d * load(s, v + size, left), left)
                 store(s, v + 2 * size, d * load(s, v + 2 * size, left), left)
                 store(s, v + 3 * size, x * load(s, v + 3 * size, left), left)
-        if of.hidden.shape[0]:
+        if hidden.shape[0]:
             before[:] = 0
             at = (t * samples + first) * 4 * size
-            product(s, at, 4 * size, last - first, of.hidden, wide, before)
+            product(s, at, 4 * size, last - first, hidden, wide, before)
             for b in range(last - first):
                 g[first + b, :size] = before[b * wide : b * wide + size]
-        if of.starts.shape[0]:
-            leave(of.starts[t], g, of.to_entry, first, last)
+        if starts.shape[0]:
+            leave(starts[t], g, to_entry, first, last)
 
 
 @compiled  # type: ignore[untyped-decorator]
