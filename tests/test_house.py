@@ -36,19 +36,19 @@ LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}
 # Lines of a room at most, and what it should come down to. A room that grows takes its lines from
 # another, or deletes. ``top`` is the files beside the rooms.
 ROOMS = {
-    "top": (880, 900),
-    "schedule": (1340, 1100),
-    "plan": (2815, 2000),
-    "sizes": (1300, 1300),
-    "replay": (2130, 1300),
-    "run": (2445, 1900),
-    "kernels": (3970, 3000),  # a cell will be data, written once
-    "recurrent": (3450, 2900),
-    "cells": (1840, 2200),
-    "models": (4780, 2400),  # a lean tape is a quarter of it
-    "scan": (3910, 3800),
-    "ranks": (1100, 1500),
-    "jax": (1050, 1050),
+    "top": (815, 900),
+    "schedule": (1205, 1100),
+    "plan": (2660, 2000),
+    "sizes": (1250, 1300),
+    "replay": (2010, 1300),
+    "run": (2175, 1900),
+    "kernels": (3875, 3000),  # a cell will be data, written once
+    "recurrent": (3390, 2900),
+    "cells": (1790, 2200),
+    "models": (4365, 2400),  # a lean tape is a quarter of it
+    "scan": (3905, 3800),
+    "ranks": (1085, 1500),
+    "jax": (1025, 1050),
     "figures": (450, 450),
 }
 MOST_LINES = 450  # of a file
