@@ -200,6 +200,21 @@ def test_where_nothing_begins_anew_the_call_is_the_same(kind):
     assert (one - z[:, 0]).abs().max() <= 1e-5
 
 
+def test_the_state_of_a_reset_may_be_the_initial_one():
+    lstm, x = rg.LSTM(3, 4, dtype=torch.float64, memory="50%"), torch.randn(99, 2, 3).double()
+    starts = torch.rand(99, 2) < 0.1
+    hx = [torch.randn(1, 2, 4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    apart = [t.detach().clone().requires_grad_() for t in hx]
+    found = torch.autograd.grad(lstm(x, hx, reset=starts, reset_state=hx)[0].sum(), hx)
+    y = lstm(x, hx, reset=starts, reset_state=apart)[0]
+    first, later = (
+        torch.autograd.grad(y.sum(), hx),
+        torch.autograd.grad(lstm(x, hx, reset=starts, reset_state=apart)[0].sum(), apart),
+    )
+    for a, b, c in zip(found, first, later, strict=True):
+        assert (a - b - c).abs().max() <= 1e-12
+
+
 def test_refusals():
     x, starts = torch.randn(20, 2, 3), torch.zeros(20, 2, dtype=torch.bool)
     lstm = rg.LSTM(3, 4)
@@ -219,6 +234,18 @@ def test_refusals():
         rg.LSTM(3, 4, schedule=rg.plan(20, 3))(x, reset=starts)
     with pytest.raises(rg.CellError, match="without projections"):
         rg.LSTM(3, 4, proj_size=2)(x, reset=starts)
+    for memory in (None, "50%"):
+        lstm.memory = memory
+        for place in (torch.bfloat16, "meta"):
+            with pytest.raises(rg.CellError, match="got reset= with these layers"):
+                rg.LSTM(3, 4, memory=memory).to(place)(x.to(place), reset=starts)
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            pytest.raises(rg.CellError, match="outside autocast"),
+        ):
+            lstm(x, reset=starts)
+        assert lstm(x[:, :0], reset=starts[:, :0])[0].shape == (20, 0, 4)
+    lstm.memory = None
     y, _ = lstm(x.requires_grad_(), reset=starts)
     with pytest.raises(rg.RetrogradeError, match="a second derivative with reset="):
         torch.autograd.grad(y.sum(), x, create_graph=True)

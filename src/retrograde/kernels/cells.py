@@ -278,12 +278,15 @@ def _cell_states(
     keep: Tensor, gain: Tensor, c: Tensor, resets: Resets | None
 ) -> tuple[Tensor, Tensor]:
     """Return an LSTM's c before and after each step: c_t = f_t c_{t−1} + (i g)_t."""
-    before, after = c.new_empty(keep.shape), c.new_empty(keep.shape)
+    after, now = c.new_empty(keep.shape), c
     for t in range(len(keep)):
-        before[t] = after[t - 1] if t else c
         if resets is not None:
-            resets.enter(t, c=before[t])
-        torch.addcmul(gain[t], keep[t], before[t], out=after[t])
+            now = now.clone()
+            resets.enter(t, c=now)
+        now = torch.addcmul(gain[t], keep[t], now, out=after[t])
+    before = torch.cat([c.unsqueeze(0), after[:-1]])
+    if resets is not None:
+        resets.enter(slice(None), c=before)
     return before, after
 
 

@@ -49,6 +49,7 @@ def _no_starts(dtype: torch.dtype) -> tuple[Any, Any, Any]:
 
 
 def no_panels(like: Tensor) -> Tensor:
+    """Return weights in no panels, for loops whose caller multiplies by them."""
     return like.new_empty(0, 0, 0)
 
 

@@ -19,6 +19,7 @@ def rnn_state(total: Any, relu: bool) -> Any:
 
 @inlined  # type: ignore[untyped-decorator]
 def rnn_slope(state: Any, relu: bool) -> Any:
+    """Return s from the state after the step."""
     return one_above(state) if relu else like(state, 1) - state * state
 
 

@@ -45,6 +45,9 @@ Backward = Literal["scan"]
 
 State = tuple[Tensor, ...]
 
+# The types in which samples may begin anew.
+_EXACT = (torch.float32, torch.float64)
+
 
 class BudgetedRNN(nn.RNNBase):
     """The base class of :class:`RNN`, :class:`GRU` and :class:`LSTM`; not for use on its own."""
@@ -153,14 +156,17 @@ class BudgetedRNN(nn.RNNBase):
         tensors = [call.x, *call.state, *call.resets.state, *weights]
         refuse_transforms(tensors, ["reset"])
         refuse_sharded([self], tensors)
-        held = has_slopes(call.nets(weights)[0]) and (self.memory is None or call.runs_held)
-        if not held or self.schedule is not None or self.backward or is_unreal(tensors):
-            options = [name for name in self._options() if name != "memory"]
+        options = [name for name in self._options() if name != "memory"]
+        refused = options or is_unreal(tensors) or call.x.dtype not in _EXACT
+        refused = refused or not has_slopes(call.nets(weights)[0])
+        if refused or (self.memory is not None and not call.runs_held):
             raise CellError(
                 f"got reset= with {' and '.join(f'{name}=' for name in options) or 'these layers'}"
                 ": expected float32 or float64 layers of real numbers, without projections and "
                 "outside autocast, with memory= or no option; leave reset= out, or the rest"
             )
+        if not call.batch:
+            return super().forward(input, hx)
         wanted = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         if wanted and self.memory is not None:
             return self._laid_out(input, *call.run(find_plan(call, self.memory)))

@@ -85,7 +85,6 @@ class Call:
         weights: in torch's order; None for the weights that were last computed.
         given: whether the caller gave the state; otherwise it is zeros.
         sorts: whether a packed batch had to be sorted.
-        resets: where samples begin anew.
     """
 
     def __init__(
@@ -98,11 +97,12 @@ class Call:
         weights: Tensors | None = None,
         given: bool = True,
         sorts: bool = False,
-        resets: Anew | None = None,
     ) -> None:
         self.module, self.x, self.state, self.sizes = module, x, state, sizes
         self.weights = last_weights(module) if weights is None else weights
-        self.given, self.sorts, self.resets = given, sorts, resets
+        self.given, self.sorts = given, sorts
+        #: Where samples begin anew.
+        self.resets: Anew | None = None
         self.length = len(x) if sizes is None else len(sizes)
         # Lengths are rounded down to a power of two, 256 at most, so that few of them are measured.
         self.measured_length = 1 << min(self.length, LONGEST_MEASURED).bit_length() - 1
