@@ -36,19 +36,19 @@ LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}
 # Lines of a room at most, and what it should come down to. A room that grows takes its lines from
 # another, or deletes. ``top`` is the files beside the rooms.
 ROOMS = {
-    "top": (815, 900),
-    "schedule": (1205, 1100),
-    "plan": (2660, 2000),
-    "sizes": (1250, 1300),
-    "replay": (2010, 1300),
-    "run": (2175, 1900),
+    "top": (810, 900),
+    "schedule": (1175, 1100),
+    "plan": (2600, 2000),
+    "sizes": (1230, 1300),
+    "replay": (1980, 1300),
+    "run": (2135, 1900),
     "kernels": (3875, 3000),  # a cell will be data, written once
-    "recurrent": (3390, 2900),
-    "cells": (1790, 2200),
-    "models": (4365, 2400),  # a lean tape is a quarter of it
-    "scan": (3905, 3800),
-    "ranks": (1085, 1500),
-    "jax": (1025, 1050),
+    "recurrent": (3365, 2900),
+    "cells": (1775, 2200),
+    "models": (4320, 2400),  # a lean tape is a quarter of it
+    "scan": (3820, 3800),
+    "ranks": (1075, 1500),
+    "jax": (1005, 1050),
     "figures": (450, 450),
 }
 MOST_LINES = 450  # of a file

@@ -32,10 +32,11 @@ if TYPE_CHECKING:
     from retrograde.models.fits import fit
     from retrograde.models.lean import lean
     from retrograde.models.profile import Offer, Offers, Profile, profile
-    from retrograde.models.sequential import Residual, Sequential
+    from retrograde.models.sequential import Sequential
     from retrograde.plan import TradeOff, cost, least_memory, plan, trade_off
     from retrograde.ranks.time_sharded import TimeSharded
     from retrograde.recurrent.modules import GRU, LSTM, RNN
+    from retrograde.scan.sparse.composition import Residual
     from retrograde.schedule import (
         Advance,
         Backward,
@@ -95,7 +96,10 @@ _come_from("retrograde.models.profile")
 __all__ += ["GRU", "LSTM", "RNN"]
 _come_from("retrograde.recurrent.modules")
 
-__all__ += ["Residual", "Sequential"]
+__all__ += ["Residual"]
+_come_from("retrograde.scan.sparse.composition")
+
+__all__ += ["Sequential"]
 _come_from("retrograde.models.sequential")
 
 __all__ += ["unroll"]

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
     from retrograde.schedule import Schedule
 
-__all__ = ["app", "main"]
-
 _SHORT = 60  # actions that fit on a few lines
 _ROWS = 20  # rows of the trade-off table
 

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MEASURING", "machine_of", "now", "processor_name", "unpacked"]
-
 
 def processor_name() -> str:
     """Return the processor's name as Linux gives it, or what Python knows; never empty."""

@@ -16,8 +16,6 @@ from torch.nn.utils.rnn import pack_sequence
 
 import retrograde as rg
 
-__all__ = ["main", "precompile"]
-
 _KINDS: tuple[tuple[Any, dict[str, Any]], ...] = (
     (rg.RNN, {}),
     (rg.RNN, {"nonlinearity": "relu"}),

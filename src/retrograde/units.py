@@ -14,8 +14,6 @@ from typing import SupportsIndex
 
 from retrograde.errors import UnitError
 
-__all__ = ["Memory", "aligned", "as_bytes", "asks_for_all", "format_bytes", "parse_memory"]
-
 Memory = str | float | SupportsIndex
 
 _FACTORS = {"": 1, "b": 1} | {

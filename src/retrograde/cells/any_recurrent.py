@@ -24,8 +24,6 @@ from retrograde.run.transforms import uncompiled
 from retrograde.schedule import Schedule
 from retrograde.units import Memory, parse_memory
 
-__all__ = ["Recurrent"]
-
 
 class Recurrent(nn.Module):
     """Any cell over whole sequences, with its gradient within a memory budget.

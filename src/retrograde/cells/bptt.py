@@ -35,8 +35,6 @@ from retrograde.sizes.cache import CellFits, signature
 from retrograde.sizes.footprint import step_bytes
 from retrograde.units import Memory, parse_memory
 
-__all__ = ["bptt"]
-
 # A cell with its loss is measured once for its shapes and a budget: the core, and its fit.
 _FITS: CellFits[tuple[int, Fit]] = CellFits()
 

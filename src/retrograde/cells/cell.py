@@ -24,10 +24,6 @@ from retrograde.run.core import as_leaf
 from retrograde.run.inputs import Inputs
 from retrograde.run.states import Like, device_of, like_of
 
-__all__ = [
-    "Cell", "StepCore", "as_pair", "begin", "examine", "later_state",
-]  # fmt: skip
-
 Cell = Callable[[Any, Any], tuple[Any, Any]]
 _AFTER = "state that the cell returned"
 

@@ -28,8 +28,6 @@ from retrograde.run.core import Gate, as_leaf
 from retrograde.run.layout import Blocks, Layout
 from retrograde.run.states import like_of
 
-__all__ = ["BLOCK", "CompiledSteps", "compiled_steps"]
-
 #: The number of steps in a compiled block. Twice as many take twice as long to compile, and run
 #: hardly faster.
 BLOCK = 8

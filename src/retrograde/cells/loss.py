@@ -23,8 +23,6 @@ from retrograde.replay.captured import foreign_tensors
 from retrograde.replay.trees import Structure, Tensors, flatten
 from retrograde.run.sources import Stream
 
-__all__ = ["PROBED", "Loss", "RangeLoss", "StepLoss", "examine_loss"]
-
 #: How many of the first steps are searched for one that has a loss.
 PROBED = 512
 

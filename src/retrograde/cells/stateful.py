@@ -21,8 +21,6 @@ from retrograde.replay.referents import find_referents
 from retrograde.replay.trees import flatten_state
 from retrograde.run.states import device_of, like_of
 
-__all__ = ["Stateful"]
-
 
 @dataclass(frozen=True)
 class _Slot(Slot):

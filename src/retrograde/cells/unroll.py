@@ -37,8 +37,6 @@ from retrograde.sizes.cache import CellFits, signature
 from retrograde.sizes.footprint import footprint, step_bytes
 from retrograde.units import Memory, parse_memory
 
-__all__ = ["CellCall", "refuse_compiled", "unroll"]
-
 # A cell is measured once for its shapes, and a schedule fitted once for a budget.
 _FITS: CellFits[Fit] = CellFits()
 

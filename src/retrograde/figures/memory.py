@@ -12,8 +12,6 @@ from matplotlib.ticker import MaxNLocator
 from retrograde.figures.style import BLUE, GREEN, ORANGE, figure_of, new_axes, tidy
 from retrograde.units import format_bytes
 
-__all__ = ["Curve", "draw_memory"]
-
 _POINTS = 1000
 
 

@@ -21,8 +21,6 @@ from retrograde.figures.style import BLUE, GREEN, GREY, INK, ORANGE, figure_of, 
 from retrograde.schedule import Advance, Backward, Chain, Free, Load, Record, Schedule, Store
 from retrograde.units import format_bytes
 
-__all__ = ["draw_schedule"]
-
 _FORWARD, _BACKWARD = 0.32, 0.68  # the heights of runs within their row
 _ARROWS = 40  # the most rows with arrow heads and dots
 _LEAST_ROWS = 3  # room for the legend, in the lower right

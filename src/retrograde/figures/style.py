@@ -10,8 +10,6 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-__all__ = ["BLUE", "GREEN", "GREY", "INK", "ORANGE", "figure_of", "new_axes", "save", "tidy"]
-
 BLUE = "#0072B2"
 ORANGE = "#D55E00"
 GREEN = "#009E73"

@@ -9,8 +9,6 @@ from matplotlib.ticker import FuncFormatter
 from retrograde.figures.style import BLUE, GREY, INK, figure_of, new_axes, tidy
 from retrograde.plan import TradeOff
 
-__all__ = ["draw_trade_off"]
-
 _UNITS = {
     "hsm": "memory (hidden states, the initial one included)",
     "ism": "memory (internal states, the working core included)",

@@ -14,8 +14,6 @@ from retrograde.plan.fit import Curve, Fit, Footprint, fit
 from retrograde.schedule import Schedule
 from retrograde.units import Memory, parse_memory
 
-__all__ = ["Asked", "find_table", "fit_scan"]
-
 # The bytes by which each buffer is rounded up. Some buffers are loop counters.
 _ALIGNMENT = 64
 

@@ -18,8 +18,6 @@ from jax import Array, lax
 from retrograde.jax.step import Recorded, filled, is_real, some_of, zeros
 from retrograde.jax.table import Kind, Table
 
-__all__ = ["Order", "Sweeps"]
-
 Arrays = list[Any]
 Held = tuple[Arrays, Arrays]  # the slots and the tape
 Row = tuple[Array, ...]  # start, stop, load, store, tape; see Table

@@ -28,8 +28,6 @@ from retrograde.plan.fit import Fit
 from retrograde.schedule import Schedule
 from retrograde.units import Memory
 
-__all__ = ["fit", "scan"]
-
 Carry = TypeVar("Carry")
 Arrays = list[Any]
 

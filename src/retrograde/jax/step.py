@@ -20,18 +20,6 @@ from jax.extend.core import Literal, Var, jaxpr_as_fun, jaxprs_in_params
 
 from retrograde.errors import CellError
 
-__all__ = [
-    "Recorded",
-    "Step",
-    "bytes_of",
-    "filled",
-    "is_real",
-    "real_of",
-    "some_of",
-    "trace_step",
-    "zeros",
-]
-
 Arrays = list[Any]
 
 

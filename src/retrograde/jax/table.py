@@ -21,8 +21,6 @@ from numpy.typing import NDArray
 
 from retrograde.schedule import Action, Advance, Backward, Free, Load, Record, Schedule, Store
 
-__all__ = ["Kind", "Table", "table_of"]
-
 
 class Kind(IntEnum):
     """What a row does.

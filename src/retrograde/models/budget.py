@@ -49,8 +49,6 @@ from retrograde.models.sample_run import (
 from retrograde.run.transforms import is_unreal
 from retrograde.units import Memory, aligned, as_bytes, format_bytes, parse_memory
 
-__all__ = ["Division", "Share", "budget"]
-
 _TOLD = 3  # the most reasons in one message
 _NO_USE = "hardly holds more than it has to: a budget would gain nothing"
 _FINENESS = 2**40  # λ is a multiple of 1 / this, which is finer than a byte of any memory

@@ -29,8 +29,6 @@ from retrograde.models.sequential import Sequential
 from retrograde.replay.surroundings import version
 from retrograde.replay.trial_watch import in_checkpoint
 
-__all__ = ["CallOrder", "Layers", "ModuleCall", "noted"]
-
 _BUDGETED = (nn.RNNBase, Sequential, Recurrent)
 _CHECKPOINTED = "is run again by torch.utils.checkpoint: turn the model's own checkpointing off"
 _OPENED = 1 / 4  # of the model's bytes: a module with more is opened

@@ -42,8 +42,6 @@ from retrograde.sizes.allocations import Phase, measure_phases
 from retrograde.sizes.cache import LRUCache
 from retrograde.units import format_bytes
 
-__all__ = ["Kind", "Plans"]
-
 _MARK_BYTES = 8  # one number, which tells a generator's position before and after a run
 _ROUNDS = 3
 _MORE_SECONDS = 0.1  # a call that takes longer in all ways is not timed apart

@@ -29,8 +29,6 @@ from retrograde.run.core import unrecorded
 from retrograde.schedule import Chain
 from retrograde.units import Memory, as_bytes, format_bytes
 
-__all__ = ["ChainFit", "ChainPlans", "is_hooked", "measure_network", "named_layers"]
-
 _MOST_UNITS = 200  # a plan for more takes long: neighbours are taken together
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _WRITES = (

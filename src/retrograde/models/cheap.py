@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["ATTRIBUTE", "CHEAP", "KEEP_RESULT", "LIST", "RESULT", "Operation"]
-
 #: What an argument is: a tensor, a list of all tensors, an attribute of the node, or a fact of the
 #: result.
 TENSOR, LIST, ATTRIBUTE, RESULT = range(4)

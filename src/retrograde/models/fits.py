@@ -23,8 +23,6 @@ from retrograde.run.layout import Straight
 from retrograde.sizes.timing import time_steps
 from retrograde.units import Memory, parse_memory
 
-__all__ = ["fit"]
-
 _REPEATS = 3  # timings of each kind of step
 
 

@@ -9,8 +9,6 @@ from torch.utils import _pytree as pytree
 
 from retrograde.sizes.cache import signature
 
-__all__ = ["Given", "made_by", "tensors_in", "unflatten"]
-
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 

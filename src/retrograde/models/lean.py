@@ -16,8 +16,6 @@ from retrograde.models.recipes import unpack
 from retrograde.models.tape import Tape
 from retrograde.units import format_bytes
 
-__all__ = ["Lean", "lean"]
-
 Module = TypeVar("Module", bound=nn.Module)
 _running = threading.local()  # the passes of wrapped models that have begun
 

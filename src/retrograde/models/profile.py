@@ -42,8 +42,6 @@ from retrograde.sizes.footprint import footprint
 from retrograde.sizes.timing import RangeTimes, time_steps
 from retrograde.units import Memory, aligned, format_bytes
 
-__all__ = ["Offer", "Offers", "Profile", "iteration_seconds", "profile"]
-
 # A cell's one input is repeated over as many steps as ordinary backpropagation is measured on.
 _LENGTH = 256
 # Budgets that recompute more than this, or take long to plan, are not listed.

@@ -22,8 +22,6 @@ from retrograde.models.cheap import (
     Operation,
 )
 
-__all__ = ["CHANGED", "KNOWN", "Box", "Held", "Packed", "Recipe", "Search", "shape_of", "unpack"]
-
 #: What starting an operation costs, in bytes written.
 START_BYTES = 64 * 1024
 #: Operations that one value may take: recursion is no deeper.

@@ -31,10 +31,6 @@ from retrograde.replay.surroundings import Ambient, Trail, autocast_as_now, vers
 from retrograde.replay.trees import Tensors
 from retrograde.run.core import unrecorded
 
-__all__ = [
-    "DROPPED", "DROPPED_LEAN", "KEPT", "LEAN", "Dropped", "Row", "Unit",
-]  # fmt: skip
-
 State = Sequence[Tensor | None]  # what a call made that the next one is given
 
 #: The ways to keep a call, by their numbers in a plan. A dropped call runs again; when it does,

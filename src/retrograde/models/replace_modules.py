@@ -19,8 +19,6 @@ from retrograde.recurrent.base import BudgetedRNN
 from retrograde.recurrent.modules import GRU, LSTM, RNN
 from retrograde.recurrent.weights import TORCHS_OWN
 
-__all__ = ["Budgeted", "Swappable", "is_chain", "replace_module", "twin", "wrapped"]
-
 #: Modules that can get a budget, and the classes that they become.
 Swappable = nn.RNNBase | nn.Sequential
 Budgeted = BudgetedRNN | Sequential

@@ -36,8 +36,6 @@ from retrograde.plan.calls import kept_whole
 from retrograde.replay.surroundings import version
 from retrograde.run.transforms import uncompiled
 
-__all__ = ["CalledRow", "RefusedLayerError", "Turn", "passes_through", "release", "rides"]
-
 _OUT_OF_TURN = "is not called in turn where gradients are recorded"
 _MARK = "_retrograde_pass"  # an attribute of the tensor that a layer hands on
 

@@ -42,15 +42,6 @@ from retrograde.replay.trial_watch import DrawWatch
 from retrograde.run.transforms import refuse_transforms, uncompiled
 from retrograde.sizes.cache import signature
 
-__all__ = [
-    "Watched",
-    "WatchedModule",
-    "WatchedRow",
-    "bytes_elsewhere",
-    "called_in_turn",
-    "untouched",
-]
-
 _USEFUL = 0.9
 _ALMOST_ONE = 1 - 2**-24
 _DRAWN = (

@@ -15,14 +15,11 @@ from retrograde.errors import CellError, ScanError
 from retrograde.models.chain_plans import ChainFit, ChainPlans, named_layers
 from retrograde.run.transforms import uncompiled
 from retrograde.scan.chain_scan import SCAN_CHOICES, ChainScan, ScanChoice
-from retrograde.scan.sparse.composition import Residual
 from retrograde.scan.sparse.feedforward import Algorithm
 from retrograde.scan.sparse.rules import register_layer
 from retrograde.scan.sparse.transposed import room
 from retrograde.sizes.cache import LRUCache
 from retrograde.units import Memory, parse_memory
-
-__all__ = ["Residual", "Sequential"]
 
 _OPTIONS = ("memory", "backward", "algorithm", "levels")
 _ALGORITHMS = ("auto", "linear", "blelloch", "hybrid")

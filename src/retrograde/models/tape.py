@@ -34,8 +34,6 @@ from retrograde.models.recipes import (
     unpack,
 )
 
-__all__ = ["Tape"]
-
 #: What a byte is worth, in bytes written by an operation of one pass.
 WORTH = 5.0
 #: Smaller values are kept: what the tape does for one takes as long as to write so many bytes.

@@ -21,11 +21,6 @@ from retrograde.replay.referents import MODULE_TABLES, Referents
 from retrograde.replay.surroundings import Ambient, version
 from retrograde.run.states import device_of
 
-__all__ = [
-    "Tried", "enter", "make_of", "parts_of", "tensors_of", "texts_of", "try_call",
-    "wants_of",
-]  # fmt: skip
-
 
 @dataclass(frozen=True, eq=False)
 class Tried:

@@ -8,17 +8,6 @@ from numpy.typing import ArrayLike, NDArray
 from retrograde.errors import ScheduleError
 from retrograde.schedule import Units
 
-__all__ = [
-    "CHAIN_POLICIES",
-    "POLICIES",
-    "check_chain_policy",
-    "check_policy",
-    "integer",
-    "integers",
-    "takes_no_memory",
-    "units_of",
-]
-
 POLICIES = ("hsm", "ism", "msm", "best", "store-all")
 CHAIN_POLICIES = ("hsm", "ism", "msm", "store-all")
 _MIXED = ("msm", "best")

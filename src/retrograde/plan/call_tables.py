@@ -7,8 +7,6 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-__all__ = ["cell", "fill"]
-
 _Ints = NDArray[np.int64]
 _Reals = NDArray[np.float64]
 _Row = NDArray[np.float32]

@@ -30,20 +30,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "CallSizes",
-    "Kinds",
-    "Part",
-    "Way",
-    "fastest",
-    "kept_whole",
-    "least",
-    "least_seconds",
-    "level_bytes",
-    "peak_of",
-    "seconds_of",
-]
-
 _Ints = NDArray[np.int64]
 
 _CELLS = 4 * 10**7  # of the table: there are fewer levels for many calls

@@ -37,8 +37,6 @@ from retrograde.plan.steps.unfold import NOTHING, Parts, store_all
 from retrograde.schedule import Action, Advance, Backward, Chain, Record, Schedule, simulate
 from retrograde.units import Memory, as_bytes, format_bytes
 
-__all__ = ["LONGEST", "chain_minimum", "plan_chain", "record_everything"]
-
 #: The most layers of a chain that is planned.
 LONGEST = 400
 

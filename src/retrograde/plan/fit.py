@@ -31,18 +31,6 @@ from retrograde.plan.steps.unfold import Parts, store_all
 from retrograde.schedule import Schedule, Units, Verb
 from retrograde.units import Memory, as_bytes, asks_for_all, format_bytes
 
-__all__ = [
-    "Curve",
-    "Fit",
-    "Footprint",
-    "Highest",
-    "fit",
-    "in_one_range",
-    "predict_peak_bytes",
-    "refusal",
-    "whole_fit",
-]
-
 _LEVELS = 1024  # units of memory, at most
 _GRID = 1.2
 _KEPT = 16

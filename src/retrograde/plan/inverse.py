@@ -15,8 +15,6 @@ from retrograde.errors import ScheduleError
 from retrograde.plan.arguments import check_policy, integer, takes_no_memory, units_of
 from retrograde.plan.planner import cost as cost_of
 
-__all__ = ["TradeOff", "least_memory", "trade_off"]
-
 _MOST_POINTS = 10**6
 
 

@@ -45,8 +45,6 @@ from retrograde.plan.steps.unfold import Parts, store_all
 from retrograde.schedule import Chain, Schedule, Units
 from retrograde.units import Memory, as_bytes
 
-__all__ = ["cost", "plan"]
-
 _ISM = Units(alpha=1, beta=1, core=1, initial=0)
 _LONGEST_AT_ONCE = 2**31 - 1  # steps in an array whose costs fit 64 bits for certain
 

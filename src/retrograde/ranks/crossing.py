@@ -30,8 +30,6 @@ from retrograde.ranks.tree import scan
 from retrograde.recurrent.base import BudgetedRNN
 from retrograde.units import parse_memory
 
-__all__ = ["Crossing", "Way", "agree", "cross"]
-
 Way = Literal["linear", "tree"]
 
 # How far two gradients may differ, in units of rounding of a sample's largest number.

@@ -20,8 +20,6 @@ from torch import Tensor, distributed, nn
 
 from retrograde.errors import RankError
 
-__all__ = ["Peers"]
-
 T = TypeVar("T")
 
 

@@ -10,8 +10,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from retrograde.replay.surroundings import muted_hooks
 
-__all__ = ["Gradient", "Piece", "State", "flat", "unflat"]
-
 Gradient = Tensor | None
 State = tuple[Tensor, ...]
 

@@ -30,8 +30,6 @@ from retrograde.ranks.tree import joined
 from retrograde.recurrent.base import BudgetedRNN
 from retrograde.recurrent.forward import room_for, run
 
-__all__ = ["has_closed_form", "range_map", "rows_of"]
-
 _AT_ONCE = 2**19  # numbers of a step in all its chunks, beyond which more chunks do not pay
 _BLOCK_BYTES = 2**22  # bytes of a block's slopes
 

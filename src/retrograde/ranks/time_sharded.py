@@ -24,8 +24,6 @@ from retrograde.ranks.range_map import has_closed_form
 from retrograde.recurrent.base import BudgetedRNN
 from retrograde.run.transforms import uncompiled
 
-__all__ = ["TimeSharded"]
-
 
 @dataclass(frozen=True)
 class _Told:

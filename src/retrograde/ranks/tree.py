@@ -21,8 +21,6 @@ from torch import Tensor
 
 from retrograde.ranks.peers import Peers
 
-__all__ = ["blocks", "joined", "rounds", "scan"]
-
 
 def rounds(size: int) -> int:
     """Return ⌈log₂ p⌉.

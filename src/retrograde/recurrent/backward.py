@@ -20,8 +20,6 @@ from retrograde.recurrent.bytes import LAID_ROWS, LARGE, Means
 if TYPE_CHECKING:
     from retrograde.kernels.cpu_layer import Backward
 
-__all__ = ["LayerBackward"]
-
 # On a CPU, sums over steps and samples are matrix products of so many rows each. A single sum over
 # all rows would round more. On a GPU, hundreds of launches would replace one product that sums in
 # blocks by itself.

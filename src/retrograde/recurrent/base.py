@@ -38,8 +38,6 @@ from retrograde.schedule import Schedule
 from retrograde.sizes.cache import LRUCache
 from retrograde.units import Memory, parse_memory
 
-__all__ = ["Backward", "BudgetedRNN"]
-
 #: The backward pass: by a parallel scan over the steps.
 Backward = Literal["scan"]
 

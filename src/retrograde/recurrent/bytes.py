@@ -17,8 +17,6 @@ from retrograde.kernels.lanes import LANES
 from retrograde.kernels.tiles import PANEL
 from retrograde.plan.fit import Curve
 
-__all__ = ["FORWARD_BYTES", "LAID_ROWS", "LARGE", "Layer", "Means", "stacked", "sums_at_once"]
-
 #: What runs the layers. ``"loops"`` is one loop for a whole backward pass. ``"sweeps"`` is loops
 #: for the recurrence, and matrix products for the rest. ``"blas"`` is one product per step, which
 #: needs no copy of the weights. ``"torch"``, on a GPU, is the vendor's forward pass, torch's

@@ -34,8 +34,6 @@ from retrograde.sizes.ordinary import LONGEST_MEASURED
 if TYPE_CHECKING:
     from retrograde.recurrent.base import BudgetedRNN
 
-__all__ = ["Call", "Plan", "StackFit"]
-
 State = tuple[Tensor, ...]
 
 

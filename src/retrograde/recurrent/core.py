@@ -37,8 +37,6 @@ from retrograde.run.core import Core, Emit, Gate, Gradients, Tape, discard
 from retrograde.run.inputs import Inputs
 from retrograde.run.layout import Held, Layout, Rows
 
-__all__ = ["HeldLayers"]
-
 
 @dataclass
 class _Held(Tape):

@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Dropout"]
-
 # Odd constants with well-spread bits: splitmix64's, and those of a 32-bit hash of low bias.
 _GAMMA, _MIX_1, _MIX_2 = (
     value - 2**64 for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)

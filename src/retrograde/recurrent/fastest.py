@@ -27,8 +27,6 @@ from retrograde.run.inputs import Inputs
 from retrograde.sizes.footprint import footprint, measured_for
 from retrograde.units import Memory
 
-__all__ = ["Candidate", "candidate", "candidates", "fit_fastest", "fit_measured", "footprints"]
-
 
 class _Costs(NamedTuple):
     """The nominal costs of a kernel, by the names above; rates in operations per microsecond."""

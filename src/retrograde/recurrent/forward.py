@@ -21,8 +21,6 @@ from retrograde.units import Memory
 if TYPE_CHECKING:
     from retrograde.kernels.cpu_layer import Forward
 
-__all__ = ["LayerForward", "forward_bytes", "forward_curve", "room_for", "run", "run_by_torch"]
-
 
 def room_for(weights: Weights, x: Tensor) -> Kept | None:
     """Return buffers for the gates and cells of an LSTM's forward pass.

@@ -25,8 +25,6 @@ from retrograde.run.autograd_core import AutogradCore
 from retrograde.run.core import Gate
 from retrograde.run.layout import Layout, Rows
 
-__all__ = ["Fused", "has_slopes", "held_plan", "run_held"]
-
 
 class Fused(AutogradCore):
     """Layers of one direction, where one call runs a range of steps.

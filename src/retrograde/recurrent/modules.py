@@ -11,8 +11,6 @@ from retrograde.recurrent.base import Backward, BudgetedRNN
 from retrograde.schedule import Schedule
 from retrograde.units import Memory
 
-__all__ = ["GRU", "LSTM", "RNN"]
-
 
 class RNN(BudgetedRNN, nn.RNN):
     """``torch.nn.RNN`` whose gradient is computed in parallel, or within a memory budget.

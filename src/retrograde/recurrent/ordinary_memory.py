@@ -15,8 +15,6 @@ from retrograde.recurrent.weights import over_weights, stand_ins
 from retrograde.sizes.ordinary import even_from, expanded, measure_pass, ordinary_curve
 from retrograde.units import Memory
 
-__all__ = ["Ordinary", "measure_ordinary", "measure_whole"]
-
 
 @dataclass(frozen=True)
 class Ordinary:

@@ -18,8 +18,6 @@ import torch
 
 from retrograde.kernels.cells import GATES, Kind
 
-__all__ = ["Piece", "Sequences", "cut", "scan_lengths", "sequential_block", "step_numbers"]
-
 # The bytes of a block's working arrays. On a CPU they are a part of the last-level cache that cores
 # share; on a GPU, launches are the cost and memory is plentiful.
 _BLOCK_BYTES = {"cpu": 4 * 2**20, "cuda": 2**28}

@@ -26,8 +26,6 @@ from retrograde.recurrent.pieces import Sequences
 from retrograde.sizes.footprint import HEAP_BYTES
 from retrograde.units import Memory, as_bytes, asks_for_all
 
-__all__ = ["HeldPlan", "Planner", "ordinary_fit"]
-
 # Nominal costs, in forward steps: of a call that advances, and of one that records a range and
 # backpropagates it.
 _CALL_STEPS, _RECORD_STEPS = 5.0, 15.0

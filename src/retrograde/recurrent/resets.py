@@ -16,8 +16,6 @@ from torch.nn.utils.rnn import PackedSequence
 from retrograde.errors import InputError
 from retrograde.replay.trees import Tensors
 
-__all__ = ["Anew", "read_starts"]
-
 
 @dataclass(frozen=True)
 class Anew:

@@ -40,8 +40,6 @@ from retrograde.run.inputs import Inputs
 from retrograde.run.layout import Rows
 from retrograde.units import Memory, as_bytes, asks_for_all
 
-__all__ = ["Ranges", "find_plan", "fit_held", "measure_ranges", "ordinary_bytes"]
-
 T = TypeVar("T")
 
 

@@ -17,11 +17,6 @@ from torch.backends import cudnn
 
 from retrograde.replay.trees import Tensors
 
-__all__ = [
-    "MOST_STEPS", "Kernel", "Layers", "Mode",
-    "copied_bytes", "is_too_long", "laid_out", "one_by_one", "run_alive", "run_torch",
-]  # fmt: skip
-
 #: torch's names for its recurrent layers.
 Mode = Literal["RNN_TANH", "RNN_RELU", "GRU", "LSTM"]
 

@@ -12,8 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-__all__ = ["TORCHS_OWN", "last_weights", "over_weights", "stand_ins"]
-
 #: torch's classes, even if a program replaces ``torch.nn.GRU`` and the others later.
 TORCHS_OWN: tuple[type[nn.RNNBase], ...] = (nn.RNN, nn.GRU, nn.LSTM)
 

@@ -21,8 +21,6 @@ from retrograde.errors import CellError
 from retrograde.replay.referents import Referents
 from retrograde.replay.trees import Tensors
 
-__all__ = ["Edge", "LeafWatch", "Outside", "distinct", "find_outside", "foreign_tensors"]
-
 #: A node of autograd's graph, and the index of one of its outputs.
 Edge = tuple[Any, int]
 

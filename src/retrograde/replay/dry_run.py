@@ -50,8 +50,6 @@ from retrograde.replay.surroundings import (
 )
 from retrograde.replay.trial_watch import watched
 
-__all__ = ["DryRun", "assigned_values", "try_out"]
-
 T = TypeVar("T")
 
 

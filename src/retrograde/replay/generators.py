@@ -26,17 +26,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = [
-    "OwnDraws",
-    "OwnRandom",
-    "Source",
-    "draws_python",
-    "is_alone",
-    "is_generator",
-    "random_position",
-    "sources",
-]
-
 
 @dataclass(frozen=True)
 class _Torch:

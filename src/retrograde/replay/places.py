@@ -20,11 +20,6 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-__all__ = [
-    "ABSENT", "ARRAY_BYTES", "Attributes", "Contents", "Entries", "HandsOn", "Notes", "Place",
-    "Slot", "Unreadable", "changes", "first_named", "note", "restore", "tensors_in",
-]  # fmt: skip
-
 #: Larger arrays count as data, which no cell writes to.
 ARRAY_BYTES = 65536
 

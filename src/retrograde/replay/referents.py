@@ -35,8 +35,6 @@ from retrograde.replay.places import (
     Unreadable,
 )
 
-__all__ = ["MODULE_TABLES", "Referents", "find_referents", "frames"]
-
 _DEPTH = 3
 _VARIABLE = "the variable {0!r}"
 _ITEMS = 1000  # entries of a list that are searched; a longer one may be a data set

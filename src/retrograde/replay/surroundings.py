@@ -36,11 +36,6 @@ from retrograde.replay.places import (
 )
 from retrograde.replay.referents import Referents
 
-__all__ = [
-    "Ambient", "Left", "Marks", "Snapshot", "Steady", "Trail",
-    "autocast_as_now", "muted_hooks", "muted_modules", "put_back", "version",
-]  # fmt: skip
-
 #: The states of generators, and copies of buffers. Those of Python and NumPy are no tensors.
 Snapshot = tuple[Any, ...]
 

@@ -15,8 +15,6 @@ from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError
 
-__all__ = ["Structure", "Tensors", "flatten", "flatten_inputs", "flatten_state"]
-
 Tensors = list[Tensor]
 
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}

@@ -20,8 +20,6 @@ from retrograde.errors import CellError
 from retrograde.machine import MEASURING
 from retrograde.replay.referents import frames
 
-__all__ = ["DrawWatch", "in_checkpoint", "watched"]
-
 _FEW = 64  # numbers: more are drawn for a mask, not for a decision
 _MOST_FILLED = 1000  # a loop that draws until a number is large enough has to end
 _UNIFORM = {"rand", "rand_like", "uniform_"}

@@ -30,8 +30,6 @@ from retrograde.run.transforms import NO_FORWARD_MODE, refuse_batches, uncompile
 from retrograde.schedule import Schedule
 from retrograde.units import Memory
 
-__all__ = ["check_schedule", "refuse_both", "run_schedule", "run_without_gradient"]
-
 _OTHERS = 5  # the number of the node's arguments before the tensors
 
 

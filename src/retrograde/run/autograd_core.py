@@ -30,8 +30,6 @@ from retrograde.run.layout import Layout
 from retrograde.run.states import apart, each_once
 from retrograde.schedule import Action, Backward, Load
 
-__all__ = ["AutogradCore", "Settled", "run_ordinary"]
-
 Gradient = Tensor | None
 
 _NOTHING = torch.empty(0, device="cpu")

@@ -21,18 +21,6 @@ from retrograde.run.inputs import Inputs
 from retrograde.run.layout import Layout
 from retrograde.schedule import Action
 
-__all__ = [
-    "Core",
-    "Emit",
-    "Gate",
-    "Gradients",
-    "Tape",
-    "as_leaf",
-    "discard",
-    "unrecorded",
-    "window",
-]
-
 Gradient = Tensor | None
 #: Takes the outputs of a call: ``emit(start, stop, outputs)``.
 Emit = Callable[[int, int, Tensors], None]

@@ -20,8 +20,6 @@ from retrograde.run.inputs import Inputs
 from retrograde.run.states import each_once
 from retrograde.schedule import Action, Advance, Backward, Free, Load, Record, Schedule, Store
 
-__all__ = ["Run"]
-
 
 @dataclass
 class Run:

@@ -10,8 +10,6 @@ from typing import Protocol
 from retrograde.errors import CellError
 from retrograde.replay.trees import Tensors
 
-__all__ = ["Inputs", "check_length"]
-
 
 class Inputs(Protocol):
     """The inputs of all steps; every read gives the same values."""

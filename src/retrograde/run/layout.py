@@ -18,8 +18,6 @@ from torch import Tensor
 from retrograde.replay.trees import Tensors
 from retrograde.run.inputs import Inputs
 
-__all__ = ["Blocks", "Held", "Layout", "Ragged", "Rows", "Straight"]
-
 Gradient = Tensor | None
 Index = int | slice
 

@@ -19,8 +19,6 @@ from retrograde.replay.trees import Tensors
 from retrograde.run.core import Core
 from retrograde.run.layout import Layout
 
-__all__ = ["Gate", "differentiable_gradients"]
-
 _BEYOND = (
     "create_graph=True: all steps are run again and kept, as in ordinary backpropagation, "
     "for second derivatives; the budget does not cover these"

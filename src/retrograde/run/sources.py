@@ -35,8 +35,6 @@ from retrograde.replay.generators import OwnRandom, random_position
 from retrograde.replay.trees import Structure, Tensors, flatten
 from retrograde.run.inputs import check_length
 
-__all__ = ["Arrays", "Moved", "Source", "Spool", "Steps", "Stream", "open_source"]
-
 
 class Source(Protocol):
     """The inputs of all steps, and their structure; every read gives the same values."""

@@ -15,8 +15,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["Like", "apart", "device_of", "each_once", "like_of"]
-
 T = TypeVar("T")
 S = TypeVar("S")
 Like = tuple[torch.Size, torch.dtype, torch.device]

@@ -27,8 +27,6 @@ from retrograde.run.sources import Stream
 from retrograde.schedule import Schedule
 from retrograde.schedule.schedule import forward_ranges
 
-__all__ = ["Progress", "TakeInput", "run_stream"]
-
 Gradient = Tensor | None
 #: Called with the step, or the range of steps, and the gradient of its input; later steps first.
 TakeInput = Callable[[Any, Any], object]

@@ -21,17 +21,6 @@ from torch.autograd import forward_ad
 
 from retrograde.errors import RetrogradeError
 
-__all__ = [
-    "NO_FORWARD_MODE",
-    "is_exporting",
-    "is_transformed",
-    "is_unreal",
-    "refuse_batches",
-    "refuse_sharded",
-    "refuse_transforms",
-    "uncompiled",
-]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 # Under these modes of torch's, operations are traced, or run on fake tensors.

@@ -21,8 +21,6 @@ from retrograde.errors import CellError, RetrogradeError
 from retrograde.kernels.sweep import carry, trusted
 from retrograde.replay.trees import Tensors
 
-__all__ = ["run_cell"]
-
 #: Maps the flat inputs and state of one step to its flat outputs and state.
 Step = Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]
 

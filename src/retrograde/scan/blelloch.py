@@ -41,20 +41,6 @@ from retrograde.scan.work_report import Report
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "Algorithm",
-    "blelloch",
-    "blocks",
-    "chunked",
-    "chunks_of",
-    "gradients",
-    "hybrid",
-    "linear",
-    "most_levels",
-    "pairs",
-    "reference",
-]
-
 E = TypeVar("E")
 #: An exclusive scan, such as ``blelloch`` or ``partial(chunked, chunk=8)``.
 Algorithm = Callable[..., list[Any]]

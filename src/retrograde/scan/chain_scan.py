@@ -31,8 +31,6 @@ from retrograde.scan.sparse.transposed import room
 from retrograde.sizes.cache import LRUCache
 from retrograde.units import Memory, aligned, format_bytes
 
-__all__ = ["SCAN_CHOICES", "ChainScan", "ScanChoice"]
-
 #: How many choices are kept: one for each shape of a batch, and for each set of masks.
 SCAN_CHOICES = 4
 

@@ -42,19 +42,6 @@ from retrograde.errors import ScanError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "IDENTITY",
-    "UNREAD",
-    "Affine",
-    "Dense",
-    "Diagonal",
-    "Identity",
-    "Vector",
-    "check_product",
-    "combine",
-    "flops",
-]
-
 Shape = tuple[int, ...]
 
 

@@ -15,8 +15,6 @@ from typing import Any
 from retrograde.scan.elements import IDENTITY, UNREAD, flops
 from retrograde.units import aligned
 
-__all__ = ["Level", "Operand", "Product", "Report"]
-
 
 @dataclass(frozen=True, slots=True)
 class Operand:

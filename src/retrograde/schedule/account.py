@@ -17,8 +17,6 @@ from dataclasses import dataclass, fields
 from retrograde.errors import ScheduleError
 from retrograde.schedule.chain import Chain
 
-__all__ = ["OfChain", "OfUnits", "Units"]
-
 
 @dataclass(frozen=True, slots=True)
 class Units:

@@ -27,22 +27,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TypeAlias
 
-__all__ = [
-    "Action",
-    "Advance",
-    "Backward",
-    "Code",
-    "Free",
-    "Load",
-    "Record",
-    "Store",
-    "Verb",
-    "decode",
-    "encode",
-    "of_word",
-    "to_word",
-]
-
 Code: TypeAlias = tuple[int, int, int]
 
 

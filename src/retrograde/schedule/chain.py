@@ -23,8 +23,6 @@ from retrograde.errors import ScheduleError
 from retrograde.schedule.json_text import fail, read, write
 from retrograde.units import aligned, format_bytes
 
-__all__ = ["Chain"]
-
 _SECONDS = ("forward_seconds", "backward_seconds")
 _BYTES = (
     "output_bytes",

@@ -6,8 +6,6 @@ from typing import Any, NoReturn
 
 from retrograde.errors import ScheduleError
 
-__all__ = ["check_keys", "fail", "read", "write"]
-
 _VERSION = 1
 
 

@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from retrograde.schedule.actions import Verb
 from retrograde.schedule.schedule import Schedule
 
-__all__ = ["merge", "merged"]
-
 _Verbs = NDArray[np.uint8]
 _Places = NDArray[np.int64]
 

@@ -30,8 +30,6 @@ from retrograde.schedule.simulate import simulate
 if TYPE_CHECKING:
     from retrograde.schedule.simulate import Replay
 
-__all__ = ["Schedule", "forward_ranges"]
-
 _KEYS = ("length", "policy", "memory", "units", "actions")
 _SHOWN = 60  # actions that str() shows of a long schedule, at each end
 

@@ -41,8 +41,6 @@ from retrograde.schedule.chain import Chain
 if TYPE_CHECKING:
     from retrograde.schedule.schedule import Schedule
 
-__all__ = ["Replay", "simulate"]
-
 _ADVANCE, _STORE, _RECORD, _LOAD, _FREE, _BACKWARD = (verb.value for verb in Verb)
 _NOTHING: Code = (-1, -1, -1)
 

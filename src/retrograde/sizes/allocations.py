@@ -43,8 +43,6 @@ from retrograde.machine import MEASURING, unpacked
 from retrograde.sizes.requests import Event, requests
 from retrograde.units import format_bytes
 
-__all__ = ["Measurement", "Phase", "is_profiled", "measure", "measure_phases"]
-
 T = TypeVar("T")
 
 

@@ -30,8 +30,6 @@ from retrograde.replay.referents import MODULE_TABLES, Referents
 from retrograde.run.autograd_core import Settled
 from retrograde.sizes.allocations import is_profiled
 
-__all__ = ["CellFits", "LRUCache", "identity", "signature"]
-
 T = TypeVar("T")
 
 _MOST = 48

@@ -33,16 +33,6 @@ from retrograde.sizes.ordinary import (
 )
 from retrograde.units import Memory, as_bytes
 
-__all__ = [
-    "HEAP_BYTES",
-    "Shapes",
-    "footprint",
-    "gradients_like",
-    "measured_for",
-    "noting",
-    "step_bytes",
-]
-
 #: The most bytes that one recorded range should hold on a CPU. The C library's allocator maps
 #: larger blocks afresh at every call, and the page faults cost more than long ranges save. (glibc's
 #: DEFAULT_MMAP_THRESHOLD_MAX is 32 MiB; the margin is for the block's neighbours.)

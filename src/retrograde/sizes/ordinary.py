@@ -19,11 +19,6 @@ from retrograde.run.inputs import Inputs
 from retrograde.sizes.allocations import measure_phases
 from retrograde.units import Memory, as_bytes
 
-__all__ = [
-    "FEW_BYTES", "FEW_STEPS", "LONGEST_MEASURED",
-    "even_from", "expanded", "measure_pass", "ordinary_bytes", "ordinary_curve", "outputs_tell",
-]  # fmt: skip
-
 #: The number of steps that are always measured, whatever memory they take.
 FEW_STEPS = 8
 

@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Event", "requested", "requests"]
-
 
 class Event(NamedTuple):
     """An allocation, or with a negative size a release."""

@@ -16,8 +16,6 @@ from retrograde.run.core import Core
 from retrograde.run.inputs import Inputs
 from retrograde.sizes.footprint import Shapes, gradients_like, noting
 
-__all__ = ["LinearTime", "RangeTimes", "linear_time", "time_steps"]
-
 _LONG = 64  # steps of the longer range: about as many as schedules record at a time
 
 

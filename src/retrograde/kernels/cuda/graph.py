@@ -11,8 +11,6 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["recorded"]
-
 
 def recorded(launch: Callable[[], None], device: torch.device) -> Callable[[], None]:
     """Return a function that makes the launches of ``launch`` again.

@@ -39,8 +39,6 @@ from retrograde.kernels.cuda.graph import recorded
 from retrograde.kernels.cuda.limits import LARGEST_SIZE, Launch, launch, step_launch
 from retrograde.kernels.verdicts import Verdicts
 
-__all__ = ["WideSweep", "gru_slopes", "lstm_slopes", "scan", "sweep"]
-
 # A program computes c for this many steps at a time, and for this many numbers of c. Eight numbers
 # are 32 bytes, the smallest transfer of the memory.
 _TIME, _LANES = 128, 8

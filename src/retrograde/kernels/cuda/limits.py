@@ -19,8 +19,6 @@ launched.
 
 from typing import Any, NamedTuple
 
-__all__ = ["LARGEST_SIZE", "Launch", "launch", "step_launch"]
-
 #: The largest H for which a CUDA program can hold a layer on the chip. A wider layer is swept by
 #: one launch a step, and has no compiled scan.
 LARGEST_SIZE = 128

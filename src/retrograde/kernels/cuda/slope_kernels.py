@@ -19,8 +19,6 @@ from typing import Any
 import triton
 import triton.language as tl
 
-__all__ = ["gru_slopes", "lstm_slopes"]
-
 _compiled: Any = triton.jit(do_not_specialize=["steps", "width", "numbers"])
 _inlined: Any = triton.jit
 

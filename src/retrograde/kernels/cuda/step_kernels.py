@@ -21,8 +21,6 @@ from typing import Any
 import triton
 import triton.language as tl
 
-__all__ = ["begin", "finish", "step"]
-
 _compiled: Any = triton.jit(do_not_specialize=["back", "length", "numbers", "samples"])
 _inlined: Any = triton.jit
 

@@ -31,8 +31,6 @@ import triton.language as tl
 
 from retrograde.kernels.sweep import CANCELLATION
 
-__all__ = ["carry", "products", "sweep"]
-
 # When a sample's products are trusted, as in ``sweep.trusted``.
 LIMIT = tl.constexpr(CANCELLATION)
 MOST = tl.constexpr(torch.finfo(torch.float32).max)

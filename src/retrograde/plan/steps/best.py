@@ -26,8 +26,6 @@ from retrograde.plan.steps.tables import MOST_SUMS, Tables, lower_bound, sums
 from retrograde.plan.steps.unfold import Parts
 from retrograde.schedule import Schedule, Units
 
-__all__ = ["best_cost", "best_costs", "best_schedule", "closed_form"]
-
 _MOST_LEVELS = 20_000  # units of memory, for a bound
 _MOST_PARTS = 100  # into which a hidden state is divided, where sizes are rounded
 

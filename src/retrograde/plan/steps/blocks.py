@@ -11,8 +11,6 @@ from retrograde.plan.steps.mixed import Mixed
 from retrograde.plan.steps.unfold import Parts
 from retrograde.schedule import Schedule, Units, Verb
 
-__all__ = ["Blocks"]
-
 
 @dataclass(frozen=True)
 class Blocks:

@@ -31,15 +31,6 @@ from math import comb
 
 from retrograde.plan.steps.unfold import Part, Parts, check_size
 
-__all__ = [
-    "hsm_cost",
-    "hsm_parts",
-    "hsm_split",
-    "ism_cost",
-    "repetitions",
-    "split_of",
-]
-
 
 def hsm_cost(length: int, memory: int) -> int:
     """The fewest forward steps with ``memory`` hidden states, the initial one included."""

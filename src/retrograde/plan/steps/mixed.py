@@ -32,8 +32,6 @@ from numpy.typing import NDArray
 from retrograde.errors import ScheduleError
 from retrograde.plan.steps.unfold import Part, Parts
 
-__all__ = ["Mixed"]
-
 _ANY = 1 << 62  # more than any w
 _MOST_CELLS = 2 * 10**7  # numbers of Python, some 36 bytes each
 

@@ -29,8 +29,6 @@ from numpy.typing import NDArray
 from retrograde.plan.steps.unfold import NOTHING, Part, Parts, compiled
 from retrograde.schedule import Units
 
-__all__ = ["MOST_SUMS", "Tables", "lower_bound", "sums"]
-
 MOST_SUMS = 2 * 10**10  # some ten seconds
 
 _NEVER = 2**29  # more than any cost; twice as much fits 32 bits beside a length

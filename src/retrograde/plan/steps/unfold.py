@@ -27,11 +27,6 @@ from retrograde.schedule import Chain, Schedule, Units, Verb
 from retrograde.schedule.merge import merged
 from retrograde.units import format_bytes
 
-__all__ = [
-    "INTERPRETED", "LARGEST_BYTES", "NOTHING", "Part", "Parts", "check_size", "compiled",
-    "store_all",
-]  # fmt: skip
-
 INTERPRETED = 20_000
 LARGEST_BYTES = 8 * 2**30
 NOTHING = -1

@@ -18,8 +18,6 @@ from torch import Tensor
 from retrograde.kernels.fallback import Fallback
 from retrograde.scan.sparse.pattern import Pattern
 
-__all__ = ["SparseKernels", "apply", "multiply", "plain", "sparse_kernels", "spread_out"]
-
 
 @dataclass(frozen=True)
 class SparseKernels:

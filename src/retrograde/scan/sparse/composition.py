@@ -22,10 +22,6 @@ from retrograde.scan.sparse.csr import CSR, LayerJacobian
 from retrograde.scan.sparse.pattern import Pattern
 from retrograde.scan.sparse.rules import Rule, parts_of, rule_of
 
-__all__ = [
-    "Joined", "Maker", "Path", "Residual", "apply_path", "matrix_of", "observe",
-]  # fmt: skip
-
 
 class Residual(nn.Module):
     """A residual block: the sum of a sequence of layers and a shortcut (He et al., 2016).

@@ -19,19 +19,6 @@ from numpy.typing import NDArray
 
 from retrograde.kernels.lanes import LANES, Reals, compiled, like, load, spread, store
 
-__all__ = [
-    "apply_lanes",
-    "apply_one",
-    "find_columns",
-    "kron",
-    "land",
-    "multiply_lanes",
-    "multiply_one",
-    "scale_lanes",
-    "scale_one",
-    "take",
-]
-
 _Ints = NDArray[np.int32]
 _Indices = NDArray[np.signedinteger[Any]]
 

@@ -20,8 +20,6 @@ from retrograde.kernels.team import Range, share
 from retrograde.scan.sparse import cpu_loops as loops
 from retrograde.scan.sparse.pattern import Pattern
 
-__all__ = ["apply", "multiply", "scale", "take"]
-
 _Reals = NDArray[np.floating[Any]]
 _PIECES = 8  # pieces for each thread, so that uneven rows leave no thread idle
 _LEAST_WORK = 2**24  # multiplications; with fewer, waking another thread (some ms) does not pay

@@ -17,8 +17,6 @@ from retrograde.scan.sparse.pattern import Pattern
 if TYPE_CHECKING:
     from scipy.sparse import csr_array
 
-__all__ = ["CSR", "LayerJacobian"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CSR:

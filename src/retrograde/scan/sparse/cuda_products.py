@@ -24,8 +24,6 @@ from torch import Tensor
 
 from retrograde.scan.sparse.pattern import Pattern
 
-__all__ = ["apply", "multiply"]
-
 _ENTRIES, _SAMPLES, _NUMBERS = 8, 32, 64  # least entries, most samples, least product of both
 
 # ``samples`` is specialized: where it is a multiple of 16, one instruction reads several.

@@ -14,24 +14,6 @@ from numpy.typing import NDArray
 
 from retrograde.errors import ScanError
 
-__all__ = [
-    "MOST_ENTRIES",
-    "Factor",
-    "Integers",
-    "Ints",
-    "TooManyEntriesError",
-    "adaptive",
-    "band",
-    "combined",
-    "from_arrays",
-    "from_pairs",
-    "full",
-    "identity",
-    "merged",
-    "multiplied",
-    "padding",
-]
-
 Ints = NDArray[np.int32]
 Integers = NDArray[np.integer[Any]]
 

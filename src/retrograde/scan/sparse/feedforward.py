@@ -24,8 +24,6 @@ from retrograde.scan.sparse.outline import Ledger, ledger_of, outlines
 from retrograde.scan.sparse.weights import count_weights
 from retrograde.scan.work_report import Report
 
-__all__ = ["Algorithm", "LayerCall", "Split", "observe_steps", "scan_gradients", "split_of"]
-
 _LEAST = 8  # samples that one instruction processes
 _AT_ONCE = 2**24  # bytes of a product above which further samples leave the caches
 

@@ -14,8 +14,6 @@ from retrograde.scan.sparse.composition import Maker, Path
 from retrograde.scan.sparse.factor import MOST_ENTRIES
 from retrograde.scan.sparse.pattern import Pattern
 
-__all__ = ["Ledger", "Outline", "ledger_of", "outlines"]
-
 
 @dataclass
 class Ledger:

@@ -49,8 +49,6 @@ from retrograde.scan.sparse.factor import (
     multiplied,
 )
 
-__all__ = ["Kind", "Landing", "Pattern", "Product", "Union", "aligned"]
-
 _DENSE = 0.5  # share of entries above which a product is stored as a full matrix
 _GEMM = 0.125  # share above which a sparse factor of a dense product is spread out
 

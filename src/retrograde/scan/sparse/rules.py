@@ -37,8 +37,6 @@ from retrograde.scan.sparse.factor import adaptive, band, identity, padding
 from retrograde.scan.sparse.pattern import Pattern
 from retrograde.scan.sparse.weights import Sizes, convolution, known, linear
 
-__all__ = ["Parts", "Rule", "parts_of", "register_layer", "rule_of"]
-
 Rule = Callable[[Any, Tensor, Tensor], LayerJacobian | CSR]
 Parts = Callable[[Any], nn.Module]
 

@@ -13,8 +13,6 @@ from retrograde.scan.sparse.csr import CSR
 from retrograde.scan.sparse.outline import ledger_of, outlines
 from retrograde.units import Memory, as_bytes, format_bytes
 
-__all__ = ["room", "transposed_jacobian"]
-
 
 def transposed_jacobian(layer: nn.Module, input: Tensor, *, memory: Memory | None = None) -> CSR:
     """Return the transposed Jacobian (∂y/∂x)ᵀ of y = layer(x), analytically (W20, 3.3, 3.4).

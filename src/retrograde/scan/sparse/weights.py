@@ -30,8 +30,6 @@ from retrograde.scan.sparse.factor import (
 )
 from retrograde.scan.sparse.pattern import Pattern
 
-__all__ = ["Sizes", "convolution", "count_weights", "known", "linear"]
-
 P = TypeVar("P", bound=Pattern)
 Sizes = tuple[int, ...]
 
