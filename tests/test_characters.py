@@ -117,6 +117,7 @@ def test_a_second_ctrl_c_ends_the_program_and_the_last_checkpoint_stands(
     assert len(torch.load(tmp_path / "checkpoint.pt")["rows"]) == 2
 
 
+@pytest.mark.quick(0)
 def test_a_new_run_keeps_the_old_checkpoint(example, tmp_path):
     run(example, tmp_path, *SMALL, "--iterations", 1)
     before = (tmp_path / "checkpoint.pt").read_bytes()
@@ -124,6 +125,7 @@ def test_a_new_run_keeps_the_old_checkpoint(example, tmp_path):
     assert (tmp_path / "checkpoint.previous.pt").read_bytes() == before
 
 
+@pytest.mark.quick(0)
 def test_a_text_of_ones_own_is_learnt_and_known_again(example, tmp_path, capsys):
     text = tmp_path / "book.txt"
     text.write_text("so long, and thanks for all the fish. " * 9, encoding="utf-8")
@@ -175,6 +177,7 @@ def test_what_is_no_whole_checkpoint_is_refused_and_left_alone(example, tmp_path
         assert place.read_bytes() == content
 
 
+@pytest.mark.quick(0)
 def test_a_run_is_resumed_with_its_own_options(example, tmp_path, capsys):
     run(example, tmp_path, *SMALL, "--iterations", 1)
     message = refused(example, tmp_path, "--resume", "--hidden", 9, capsys=capsys)

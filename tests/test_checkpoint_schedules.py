@@ -137,6 +137,7 @@ def backward_order(schedule):
     ]
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize(
     "theirs",
     [
@@ -192,6 +193,7 @@ def test_multistage_and_revolve_are_hsm_slot_for_slot(t):
             assert schedule.peak == min(m, t - 1)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("t", range(1, 33))
 def test_mixed_never_beats_msm_with_one_more_slot(t):
     for m in range(1, t + 2):

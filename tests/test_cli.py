@@ -97,6 +97,7 @@ def test_alpha_alone_means_the_best_policy():
     assert run(*asked).output == run(*asked, "--policy", "best").output
 
 
+@pytest.mark.quick(0)
 def test_a_plan_in_bytes_says_what_it_holds_and_what_is_proven():
     sizes = ["--state", 65_536, "--alpha", 430_080]
     output = run("plan", "--length", 1000, "--memory", "5%", *sizes).output
@@ -107,6 +108,7 @@ def test_a_plan_in_bytes_says_what_it_holds_and_what_is_proven():
     assert "no schedule of this policy takes fewer than 5,8" in output
 
 
+@pytest.mark.quick(0)
 def test_the_curve_is_printed_and_drawn(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = run("plan", "--length", 1000, "--alpha", 5, "--curve")

@@ -92,7 +92,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(0)
 @pytest.mark.usefixtures("sequences")
 @pytest.mark.parametrize("name", SEQUENCES)
 def test_long_sequences_train_within_5_percent_as_they_do_ordinarily(

@@ -38,6 +38,7 @@ def test_help_comes_without_the_heavy_imports():
     assert output.splitlines()[-1] == "False"
 
 
+@pytest.mark.quick(0)
 def test_bitstreams_write_numbers_and_figures(tmp_path):
     result = run("bitstream", *BITS, *WAYS, "--report", tmp_path)
     assert result.exit_code == 0, result.output

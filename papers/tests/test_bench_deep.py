@@ -54,12 +54,14 @@ def test_losses_and_weights_are_the_ordinary_ones_to_the_bit(source, request):
     assert Deep.from_json(found.to_json()) == found
 
 
+@pytest.mark.quick(0)
 def test_random_layers_draw_the_same_in_every_way(monkeypatch):
     monkeypatch.setitem(deep._MAKERS, "vgg11", dropping)
     how = Options("vgg11", ("60%",), iterations=3, **SMALL)
     assert run_ways(noise_images(12, 4), how, ignore).difference == {"60%": 0.0}
 
 
+@pytest.mark.quick(0)
 def test_a_wrong_gradient_would_be_seen(monkeypatch):
     class Bent(rg.Sequential):
         def forward(self, input):

@@ -75,6 +75,7 @@ def test_absurd_seeds_are_refused_before_any_work(monkeypatch, tmp_path, command
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("ending", ["svg", "png"])
 def test_figures_onto_a_full_disk_name_the_file_and_keep_the_old_ones(
     monkeypatch, tmp_path, ending
@@ -99,6 +100,7 @@ def test_a_benchmark_onto_a_full_disk_names_the_file_and_keeps_the_old_one(monke
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+@pytest.mark.quick(0)
 def test_what_another_benchmark_wrote_meanwhile_is_kept(monkeypatch, tmp_path):
     asked = ["bench", "bitstream", "--length", 8, "--batch", 2, "--iterations", 1, "--threads", 1]
     asked += ["--batches", 2, "--lengths", 8, "--rounds", 1, "--report", tmp_path]

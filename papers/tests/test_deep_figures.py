@@ -92,6 +92,7 @@ def test_the_numbers_are_read_as_they_were_written():
     assert Deep.from_json(one.to_json()) == one
 
 
+@pytest.mark.quick(0)
 def test_every_plate_has_its_numbers_and_its_caption(tmp_path):
     one = found()
     losses = deep_losses(one)

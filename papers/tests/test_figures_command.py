@@ -27,6 +27,7 @@ def files(*names):
     return {f"{name}.{end}" for name in names for end in ("svg", "png", "csv")}
 
 
+@pytest.mark.quick(0)
 def test_the_figures_that_are_named_are_written(tmp_path):
     folder = tmp_path / "deep" / "figures"
     result = run("figure_2a", "figure_3", "--folder", folder)
@@ -83,6 +84,7 @@ def test_a_missing_package_is_named_with_what_brings_it(monkeypatch, missing, op
     assert f"this needs {missing}: pip install {install}" in message
 
 
+@pytest.mark.quick(0)
 def test_drawing_needs_no_torch(tmp_path):
     code = (
         "import sys; from retrograde_papers.__main__ import app\n"

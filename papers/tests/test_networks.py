@@ -42,6 +42,7 @@ def test_lenet_learns_the_same_by_the_scan(source, request):
     assert Convergence.from_json(found.to_json()) == found
 
 
+@pytest.mark.quick(0)
 def test_a_wrong_gradient_would_be_seen(monkeypatch):
     from retrograde.scan.sparse import feedforward as chain
 

@@ -61,6 +61,7 @@ def test_the_curves_of_bitstreams_are_the_golden_ones_every_way():
     assert curves.machine["torch"] == torch.__version__
 
 
+@pytest.mark.quick(0)
 def test_sounds_are_told_apart_equally_well_every_way(sounds):
     task = load_instruments(sounds, "s")
     curves = curves_of(run(task, SOUNDS), task, SOUNDS, "S")

@@ -23,6 +23,7 @@ def found() -> Ranks:
     return Ranks({"device": "abacus", "threads": 1}, settings, model, 0.1, crossings)
 
 
+@pytest.mark.quick(0)
 def test_seconds_are_the_models_and_say_so(tmp_path):
     one = found()
     plate = ranks_seconds(one)

@@ -105,6 +105,7 @@ def test_products_that_nobody_reads():
         assert len(made) - len(seen) == unread(n)
 
 
+@pytest.mark.quick(0)
 def test_the_last_element_as_the_identity_saves_the_product_with_it():
     for n in EVERY_N:
         report = Report()

@@ -46,7 +46,7 @@ def working_bytes(call):
     return rg.measure(run).working_bytes
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("wanted", [True, False])
 def test_a_cells_offers_are_what_unroll_holds(wanted):
     cell, x, h = make_cell()

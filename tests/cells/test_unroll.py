@@ -119,6 +119,7 @@ def test_the_least_budget_works_and_one_byte_less_is_refused():
         rg.unroll(cell, x, state, memory=least - 1)
 
 
+@pytest.mark.quick(0)
 def test_gradcheck_passes():
     cell, state, _ = gru_cell(torch.float64)
     x = torch.randn(7, 4, 3, dtype=torch.float64, requires_grad=True)

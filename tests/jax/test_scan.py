@@ -94,7 +94,7 @@ def test_gradients_are_those_of_lax_scan(length):
         )
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(0)
 @pytest.mark.parametrize(
     "asked",
     [{"unroll": 3, "reverse": True}, {"reverse": True}, {"unroll": 3}, {"_split_transpose": True}],
@@ -163,7 +163,7 @@ def test_random_keys(keyed, make):
     assert_equal(jax.jit(jax.grad(lambda s: loss(s, rj.scan, memory="20%")))(0.5), expected)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("memory", ["30%", "10%"])
 def test_parts_without_numbers(memory):
     """The first real part of the carry, and of the outputs, may be an empty array."""
@@ -190,6 +190,7 @@ def scaled(asked):
     return lambda scale: loss(jax.lax.scan, scale), lambda scale: loss(rj.scan, scale, **asked)
 
 
+@pytest.mark.quick(0)
 def test_transformations_compose():
     theirs, ours = scaled({"memory": "50%"})
     scales = jnp.array([0.1, 0.5, 0.9])
@@ -217,6 +218,7 @@ def equations(jaxpr):
     return sum(1 + sum(map(equations, jaxprs_in_params(eqn.params))) for eqn in jaxpr.eqns)
 
 
+@pytest.mark.quick(0)
 def test_the_program_does_not_grow_with_the_length():
     counts, seconds = [], []
     for length in (1000, 20_000):
@@ -232,6 +234,7 @@ def test_the_program_does_not_grow_with_the_length():
     assert seconds[1] <= 2 * seconds[0] + 1
 
 
+@pytest.mark.quick(0)
 def test_residuals_of_constants_alone_are_not_stored():
     def loss(w, scan, **asked):
         def step(h, x):
@@ -262,7 +265,7 @@ def compiled_bytes(loss, arguments):
     return jax.jit(loss).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("seed", [9, *range(9), *range(10, 100)])
 def test_the_budget_is_kept_and_the_least_is_named(seed):
     arguments, share = drawn(seed)

@@ -94,6 +94,7 @@ def test_sweep(fences, kind, length, samples, size, loss):
     assert_equal_to_the_plain_form(fences, cuda.sweep, sweep.sweep, given)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", GATES)
 @pytest.mark.parametrize(
     ("length", "samples", "size", "loss"),
@@ -165,6 +166,7 @@ def test_what_is_read_need_not_be_contiguous(fences, loss):
     assert_close(results(strided, fences.around, given), expected)
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", GATES)
 def test_the_carry_measures_what_trust_depends_on(fences, monkeypatch, kind):
     steps, hidden, dy, g = problem(kind, 12, 3, 7)
@@ -183,6 +185,7 @@ def test_the_carry_measures_what_trust_depends_on(fences, monkeypatch, kind):
     assert_close([seen[0]], [torch.stack([terms.amax((0, 2, 3)), largest])])
 
 
+@pytest.mark.quick(1)
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # the interpreter's maximum
 @pytest.mark.parametrize("kind", GATES)
 @pytest.mark.parametrize("trouble", ["overflow", "nan", "inf", "nan at the start"])

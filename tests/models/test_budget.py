@@ -487,6 +487,7 @@ def test_a_forward_pass_that_differentiates_is_told():
         rg.budget(Penalty(), "50%", leaf(20, 2, 24))
 
 
+@pytest.mark.quick(0)
 def test_around_a_compiled_model():
     model, x = Pair(), leaf(30, 2, 24)
     compiled = torch.compile(model, backend="eager")

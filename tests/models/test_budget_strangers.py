@@ -33,6 +33,7 @@ def test_a_strange_cell(seed):
         check(lambda way=way: getattr(draw_cell(seed, 12), way)(), (label,))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("seed", range(12))
 def test_a_strange_chain(seed):
     check(lambda: draw_chain(seed, 12))

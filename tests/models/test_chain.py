@@ -298,6 +298,7 @@ def test_layers_that_run_forward_are_counted_by_the_plan():
     assert replace(fit, parts=(dropped, group)).forward_layers == 3 + 1 + 2
 
 
+@pytest.mark.quick(0)
 def test_a_module_of_torchs_can_be_loaded_and_back():
     plain, ours = pair(convolutional(), torch.ones(2, 3, 8, 8))
     ours.load_state_dict(plain.state_dict())
@@ -858,7 +859,7 @@ def test_modules_that_nest_otherwise_are_of_another_make():
     assert makes[0] == makes[2] != makes[1]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(0)
 def test_of_very_many_layers_neighbours_are_taken_together():
     layers = [m for _ in range(120) for m in (nn.Linear(6, 6), nn.Tanh())]
     x = torch.randn(50, 6)

@@ -255,6 +255,7 @@ def test_models_of_many_kinds(name, bf16):
 # Drawn graphs
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("hundred", range(10))
 def test_drawn_graphs_have_the_same_bits_errors_and_memory(hundred):
     gone = 0
@@ -649,6 +650,7 @@ def test_without_gradients_it_steps_aside():
         mlp()(y.clone()).sum().backward()
 
 
+@pytest.mark.quick(0)
 def test_compiled_parts():
     model = mlp(nn.LayerNorm(64), nn.GELU())
     compiled = torch.compile(model[1:3], backend="aot_eager")
@@ -779,6 +781,7 @@ def _a_rank(rank, folder, kind):
         distributed.destroy_process_group()
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("kind", ["data", "shards"])
 def test_two_processes(tmp_path, kind):
     spawn(_a_rank, (tmp_path, kind), 2)

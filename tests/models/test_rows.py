@@ -386,6 +386,7 @@ def test_what_stays_as_it_was():
     assert [vars(m)["forward"] for m in model.blocks] == turns
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("memory", ["60%", "least"])
 @pytest.mark.parametrize("in_sequence", [False, True])
 def test_the_first_step_in_training_measures_nothing_again(in_sequence, memory, monkeypatch):
@@ -577,6 +578,7 @@ def test_a_layer_that_fills_a_list_is_left_as_it_is():
     assert not any("layers" in name for name in division.shares)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("shapes", [6, 1])
 def test_threads_share_a_row(shapes):
     ours, theirs = Loop(dropout=0.0), Loop(dropout=0.0)
@@ -758,6 +760,7 @@ class Twice(Loop):
         return super().forward(super().forward(x)[..., :6].detach().clone())
 
 
+@pytest.mark.quick(0)
 def test_a_row_that_is_called_twice_holds_nothing_in_the_run_on_the_sample():
     model, x = Twice(dropout=0.0), inputs()
     plain, once = copy.deepcopy(model), rg.budget(Loop(dropout=0.0), "100%", x)
@@ -769,6 +772,7 @@ def test_a_row_that_is_called_twice_holds_nothing_in_the_run_on_the_sample():
     same(trained(model, x), trained(plain, x))
 
 
+@pytest.mark.quick(0)
 def test_layers_that_are_called_otherwise_with_gradients_are_no_row():
     class Other(Loop):
         def forward(self, x):

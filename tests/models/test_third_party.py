@@ -40,7 +40,7 @@ def test_a_cell_of_another_library(name):
         assert_near(found, expected, tolerance=1e-4)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(0)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", library_models.MODELS)
 def test_a_model_of_another_library(name):

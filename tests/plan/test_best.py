@@ -125,6 +125,7 @@ def test_memory_may_be_a_text_or_a_share():
     assert share.gap == 0
 
 
+@pytest.mark.quick(0)
 def test_sizes_of_no_common_unit_are_rounded_up_and_the_gap_shown():
     schedule = plan(2000, "5%", "best", state=262_148, alpha=1_000_004)
     assert schedule.peak <= schedule.memory

@@ -128,6 +128,7 @@ def test_rounded_levels_keep_the_budget_and_prove_a_bound(length, seed, policy, 
     assert fine.bound <= coarse.seconds
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_bound_is_below_the_exact_optimum(policy):
     for seed in range(12):
@@ -155,6 +156,7 @@ def test_a_common_divisor_makes_large_sizes_exact():
         assert large.gap == 0
 
 
+@pytest.mark.quick(0)
 def test_ordinary_backpropagation_from_its_own_peak_on():
     for seed in range(30):
         chain = random_chain(1 + seed, seed)

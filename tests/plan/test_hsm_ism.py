@@ -17,6 +17,7 @@ def test_schedules_cost_what_the_closed_form_says(memory):
         assert plan(length, memory, "ism").cost == ism_cost(length, memory)
 
 
+@pytest.mark.quick(0)
 def test_hsm_uses_every_slot_until_one_less_than_the_length():
     """Fewer slots would cost more up to m = t − 1, where 2t − 1 is reached (erratum 5)."""
     for length in range(1, 40):

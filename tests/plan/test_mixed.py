@@ -109,6 +109,7 @@ def test_no_legal_schedule_is_cheaper_than_hsm_where_only_hidden_states_fit():
             assert hsm_cost(length, memory) == cheapest(length, memory, alpha=99, beta=99)
 
 
+@pytest.mark.quick(0)
 def test_no_legal_schedule_is_cheaper_than_ism_where_states_are_of_one_size():
     for length in range(1, 7):
         for memory in range(1, 7):
@@ -146,6 +147,7 @@ def test_a_schedule_keeps_what_was_promised(length, memory, state, beta, more):
     assert schedule.peak <= state + memory
 
 
+@pytest.mark.quick(0)
 @settings(deadline=None, max_examples=300)
 @given(
     length=st.integers(1, 3000),

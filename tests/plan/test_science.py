@@ -169,6 +169,7 @@ def mixed_costs(length, units):
     return a
 
 
+@pytest.mark.quick(0)
 def test_theorem_c_against_the_mixed_policy_of_equal_sizes(monkeypatch):
     monkeypatch.syspath_prepend(RECIPES)
     imported = importlib.import_module("from_checkpoint_schedules").imported

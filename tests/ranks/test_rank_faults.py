@@ -151,6 +151,7 @@ def a_lonely_backward_pass(rank, folder):
     os._exit(0)
 
 
+@pytest.mark.quick(0)
 def test_a_rank_without_a_backward_pass_is_not_waited_for(tmp_path):
     ranks = [
         context().Process(target=a_lonely_backward_pass, args=(rank, str(tmp_path)))

@@ -163,7 +163,7 @@ def every_case(rank, size):
     return found
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(2)
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
 def test_the_numbers_are_those_of_one_process(size, tmp_path):
     ranks = on_ranks(size, tmp_path, every_case, size)
@@ -190,6 +190,7 @@ def laid_out(layout):
     return x, make("LSTM", batch_first=layout == "batch_first")
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("layout", ["batch_first", "unbatched"])
 def test_other_layouts(layout, tmp_path):
     x, net = laid_out(layout)
@@ -368,6 +369,7 @@ def within_a_budget(rank):
 BUDGETS = [({"way": "linear"}, "60%"), ({"way": "tree", "pieces": 1}, "16KiB")]
 
 
+@pytest.mark.quick(0)
 def test_ranks_keep_to_a_budget_each(tmp_path):
     net, x = make("LSTM", layers=2), inputs(90)
     expected = alone(net, x, states(net))
@@ -393,7 +395,7 @@ def memory_of_a_rank(rank):
     return found
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(0)
 def test_a_ranks_memory_falls_with_the_number_of_ranks(tmp_path):
     """And again within a budget; parameters' gradients are a small part that does not fall."""
     whole, budgeted = on_ranks(1, tmp_path, memory_of_a_rank)[0]
@@ -465,7 +467,7 @@ def long_sequences(rank, length):
             as_rank(each, x, [length // 4, length // 2, 3 * length // 4], way="tree")
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("length", [400, 3000])
 def test_rounding_alone_sets_off_no_alarm(length, tmp_path):
     on_ranks(4, tmp_path, long_sequences, length)

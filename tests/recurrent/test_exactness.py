@@ -233,6 +233,7 @@ def test_the_points_cover_every_value():
     assert (batches, gains) == (set(BATCHES), set(GAINS))
 
 
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("way", WAYS)
 def test_long_sums_in_single_precision_round_no_more_than_short_ones(cell, way):

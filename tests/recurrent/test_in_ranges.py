@@ -26,7 +26,7 @@ def drawn(dice):
     return ours, theirs, x.requires_grad_(dice.random() < 0.6)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(1)
 @pytest.mark.parametrize("seed", range(12))
 def test_ranges_keep_to_the_budget_and_are_exact(seed):
     torch.manual_seed(seed)

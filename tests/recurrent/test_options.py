@@ -190,6 +190,7 @@ def test_measuring_and_going_backward_draw_nothing(cell):
     assert torch.equal(torch.get_rng_state(), before)
 
 
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("bidirectional", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("cell", ["GRU", pytest.param("LSTM", marks=pytest.mark.slow)])
 def test_a_mask_belongs_to_the_seed_the_layer_and_the_step(cell, bidirectional):

@@ -322,6 +322,7 @@ def test_what_has_no_bytes_is_not_measured():
     assert ours.fit(inputs()).budget_bytes > 24
 
 
+@pytest.mark.quick(0)
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
 def test_what_is_compiled_with_nothing_asked_is_traced_as_torchs_own():
     found = []

@@ -300,6 +300,7 @@ def test_cells_of_other_making(made):
     assert all(p.grad is not None for p in cell.parameters())
 
 
+@pytest.mark.quick(1)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize(
     "made",

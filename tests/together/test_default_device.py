@@ -111,7 +111,7 @@ WAYS = {
 }
 
 
-@pytest.mark.quick(99)
+@pytest.mark.quick(4)
 @pytest.mark.parametrize("name", WAYS)
 def test_gradients_are_the_same(name):
     found = []

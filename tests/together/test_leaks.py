@@ -303,7 +303,7 @@ def calls_of(monkeypatch, place, name):
     return seen
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(0)
 @pytest.mark.parametrize(
     ("way", "place", "kernel", "where"),
     [

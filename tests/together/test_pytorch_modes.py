@@ -137,6 +137,7 @@ def test_what_is_compiled_around_it_breaks_its_graph_and_is_right(way, backend):
         assert_near([compiled(inputs())], [theirs(inputs())])
 
 
+@pytest.mark.quick(0)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_backward_pass_within_compiled_code():
     """None of ours is traced, step for step: much of it could not be."""
@@ -149,7 +150,7 @@ def test_a_backward_pass_within_compiled_code():
     assert_near([p.grad for p in ours.parameters()], [p.grad for p in theirs.parameters()])
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(0)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_cell_that_is_compiled(backend):

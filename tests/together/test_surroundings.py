@@ -889,7 +889,7 @@ def through_a_chunk(path):
     return torch.cat([path[-1], path[-1], path[-1]], -1).chunk(3, -1)[1]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("view", [through_a_stack, through_a_chunk])
 @pytest.mark.parametrize("memory", ["10%", "30%"])
 def test_a_stored_state_that_is_a_view_holds_no_more_than_itself(view, memory):

@@ -250,7 +250,7 @@ def test_a_product_is_found_once():
     assert left.product(right) is not left.product(other)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("diagonal", [None, 0, 1])
 def test_what_is_remembered_goes_with_either_pattern(which, diagonal):
@@ -270,6 +270,7 @@ def test_what_is_remembered_goes_with_either_pattern(which, diagonal):
     assert both() is None
 
 
+@pytest.mark.quick(0)
 def test_products_of_products_go_with_their_patterns():
     chain = patterns(3)
     first = chain[0].product(chain[1]).result
