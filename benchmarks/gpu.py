@@ -41,7 +41,7 @@ import scan_backward
 from retrograde.kernels import LARGEST_SIZE
 from retrograde.kernels.cells import GATES
 from retrograde.machine import machine_of
-from retrograde.recurrent.pieces import scan_lengths, sequential_block
+from retrograde.recurrent.spans import scan_lengths, sequential_block
 from retrograde_papers import networks
 from retrograde_papers.limits import is_out_of_memory
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 import retrograde as rg
-from retrograde.plan.steps.unfold import Part, Parts
+from retrograde.plan.steps.unfold import Segment, Segments
 from retrograde.schedule import Verb
 
 RESULTS = Path(__file__).parent / "results"
@@ -43,20 +43,20 @@ def first_best(length: int, memory: int, policy: str, alpha: int | None) -> rg.S
     costs = np.full((length + 1, memory + 1), 2**40)
     costs[0], costs[1:, 1:] = 0, rg.cost(lengths, memories, policy, **sizes)
     costs[1, 0] = 1  # a last step in the working core needs no slot
-    parts = Parts()
+    parts = Segments()
 
-    def divide(part: tuple[int, int]) -> Part:
+    def divide(part: tuple[int, int]) -> Segment:
         t, m = part
         if t == 1:
-            return Part(0, 1)
+            return Segment(0, 1)
         y = np.arange(1, t)
         if policy != "ism":
             best = np.flatnonzero(y + costs[y, m] + costs[t - y, m - 1] == costs[t, m])
             if best.size:
                 at = int(y[best[0]])
                 if t - at == 1:
-                    return Part(at, 1, None, (at, m))
-                return Part(at, 0, (t - at, m - 1), (at, m))
+                    return Segment(at, 1, None, (at, m))
+                return Segment(at, 0, (t - at, m - 1), (at, m))
         y = np.arange(1, t + 1)
         room = m - (1 if policy == "ism" else np.where(y == 1, alpha - 1, alpha))
         right = np.where(room > 0, costs[t - y, np.maximum(room, 0)], 2**40)
@@ -64,7 +64,7 @@ def first_best(length: int, memory: int, policy: str, alpha: int | None) -> rg.S
         at = int(y[np.flatnonzero(y + costs[y - 1, m] + right == costs[t, m])[0]])
         after = m - (1 if policy == "ism" else alpha - (at == 1))
         behind, before = (t - at, after) if at < t else None, (at - 1, m) if at > 1 else None
-        return Part(at - 1, 1, behind, before)
+        return Segment(at - 1, 1, behind, before)
 
     root = parts.gather((length, memory), divide)
     units = rg.plan(2, 2, policy, **sizes).units

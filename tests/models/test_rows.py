@@ -12,7 +12,7 @@ from torch import nn
 
 import retrograde as rg
 from retrograde.models.refill import Dropped
-from retrograde.models.rows import Turn
+from retrograde.models.rows import RowForward
 from retrograde.plan.calls import Part
 
 WIDTH = 24
@@ -151,7 +151,9 @@ def least_of(model, sample):
 
 
 def called(model):
-    return [name for name, m in model.named_modules() if isinstance(vars(m).get("forward"), Turn)]
+    return [
+        name for name, m in model.named_modules() if isinstance(vars(m).get("forward"), RowForward)
+    ]
 
 
 @pytest.mark.quick(1)

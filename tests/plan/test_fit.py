@@ -9,7 +9,7 @@ import torch
 
 import retrograde as rg
 from retrograde.plan.fit import Curve, Footprint, fit, predict_peak_bytes
-from retrograde.plan.steps.unfold import Parts
+from retrograde.plan.steps.unfold import Segments
 from retrograde.schedule import Schedule, Verb
 from retrograde.units import format_bytes
 
@@ -42,7 +42,7 @@ def test_no_plan_undercuts_its_bound_and_none_is_better_than_the_one_chosen(seed
     cached, times = module._Sizes(sizes), {}
     for steps in module._grid(length, budget, cached):
         blocks = module._divided(length, steps, budget, cached)
-        parts = Parts()
+        parts = Segments()
         root, *spent = blocks.plan(parts)
         schedule = blocks.schedule(parts, root, module._units(sizes))
         advances, records = schedule.kind == Verb.ADVANCE, schedule.kind == Verb.RECORD

@@ -21,7 +21,7 @@ from oracles.networks import (
     seeds_for,
     state_of,
 )
-from retrograde.recurrent import pieces
+from retrograde.recurrent import spans
 
 EVERY_CELL = pytest.mark.parametrize("cell", CELLS)
 WAYS = {"sweep": {"memory": "100%"}, "scan": {"backward": "scan"}}
@@ -104,7 +104,7 @@ def test_layers_directions_dropout_and_biases(cell, way, options, given):
 @EVERY_CELL
 @pytest.mark.parametrize("options", OPTIONS[4:], ids=str)
 def test_dropout_of_sequences_of_several_blocks(cell, options, monkeypatch):
-    monkeypatch.setitem(pieces._SCAN_BYTES, "cpu", 1)
+    monkeypatch.setitem(spans._SCAN_BYTES, "cpu", 1)
     ours, theirs = both(cell, "scan", inputs(20, 3, 5).requires_grad_(), **options)
     assert_close(ours, theirs, 1e-10)
 

@@ -36,8 +36,8 @@ from oracles.networks import (
 )
 from retrograde.kernels.cells import Weights
 from retrograde.recurrent.forward import room_for, run
-from retrograde.recurrent.pieces import scan_lengths
 from retrograde.recurrent.scheduled import find_plan
+from retrograde.recurrent.spans import scan_lengths
 
 SIZES, LENGTHS, BATCHES = (1, 7, 20, 33, 64, 128), (1, 2, 3, 63, 64, 65, 1000, 5000), (1, 3, 16)
 GAINS = (0.1, 0.9, 1.5, 2.2)

@@ -14,8 +14,8 @@ from oracles.strangers import watched
 from retrograde.plan.fit import whole_fit
 from retrograde.recurrent.bytes import Layer, stacked, sums_at_once
 from retrograde.recurrent.core import HeldLayers
-from retrograde.recurrent.pieces import Sequences
 from retrograde.recurrent.plan import HeldPlan, Planner
+from retrograde.recurrent.spans import Sequences
 from retrograde.recurrent.vendor import Layers
 from retrograde.run.autograd import run_schedule
 from retrograde.run.layout import Rows

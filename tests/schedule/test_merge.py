@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from retrograde.plan import plan
 from retrograde.plan.steps.mixed import Mixed
-from retrograde.plan.steps.unfold import Parts
+from retrograde.plan.steps.unfold import Segments
 from retrograde.schedule import Advance, Backward, Free, Load, Record, Schedule, Store, Units, merge
 
 
@@ -45,7 +45,7 @@ def test_nothing_merges_to_nothing():
 def test_cost_and_peak_stay_as_they_were(length, memory, alpha, less):
     beta = max(1, alpha - less)
     for form in (Mixed(memory - 1, beta, alpha == beta), Mixed(memory - 1, 1, wide=True)):
-        parts = Parts()
+        parts = Segments()
         whole = parts.actions(form.schedule(length, parts), length)
         schedule = Schedule(length, "parts", None, Units(), *whole)
         short = merge(schedule)

@@ -27,7 +27,7 @@ from retrograde.replay.surroundings import autocast_as_now
 from retrograde.replay.trees import Structure, Tensors, flatten, flatten_state
 from retrograde.run.autograd import check_schedule, refuse_both
 from retrograde.run.core import Core
-from retrograde.run.sources import Arrays, Moved, Spool, Steps, Stream, open_source
+from retrograde.run.sources import Moved, Spool, Steps, Stream, TimeFirst, open_source
 from retrograde.run.streaming import Progress, TakeInput, run_stream
 from retrograde.run.transforms import refuse_transforms, uncompiled
 from retrograde.schedule import Schedule
@@ -256,7 +256,7 @@ def _fitted(task: _Task, inputs: Any, memory: Memory) -> tuple[Core, Schedule]:
     source = source.source if isinstance(source, Moved) else source
     parts = [(first.found, first.ambient.steady.places)]
     read: tuple[Any, ...] = (type(source),)
-    if isinstance(source, Arrays):
+    if isinstance(source, TimeFirst):
         read += tuple(isinstance(t, Tensor) for t in source.leaves)
     elif not (isinstance(source, Steps) and isinstance(source.get, Spool)):
         reading = find_referents([inputs])  # the bytes of reading depend on it

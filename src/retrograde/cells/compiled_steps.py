@@ -25,7 +25,7 @@ from retrograde.errors import CellError
 from retrograde.replay.surroundings import autocast_as_now
 from retrograde.replay.trees import Structure, Tensors, flatten, flatten_state
 from retrograde.run.core import Gate, as_leaf
-from retrograde.run.layout import Blocks, Layout
+from retrograde.run.layout import InBlocks, Layout
 from retrograde.run.states import like_of
 
 #: The number of steps in a compiled block. Twice as many take twice as long to compile, and run
@@ -63,7 +63,7 @@ class CompiledSteps(StepCore):
     def ordinary(
         self, layout: Layout, inputs: Tensors, state: Tensors, gate: Gate
     ) -> tuple[Tensors, Tensors, Tensors]:
-        assert isinstance(layout, Blocks)
+        assert isinstance(layout, InBlocks)
         read = layout.steps.read(inputs)  # compiled blocks have no second derivatives
         return *self._plainly(read[slice(0, len(read))], state), self.parameters
 

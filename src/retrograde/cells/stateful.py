@@ -23,14 +23,14 @@ from retrograde.run.states import device_of, like_of
 
 
 @dataclass(frozen=True)
-class _Slot(Slot):
+class _StateSlot(Slot):
     """A slot, and its value before the first step. ``settled`` says whether that value has the
     structure and shapes of later steps' values."""
 
     initial: Any
     settled: bool
 
-    def cut(self) -> "_Slot":
+    def cut(self) -> "_StateSlot":
         """Return the slot without the graph of its first value, which no step depends on."""
         return replace(self, initial=pytree.tree_map_only(Tensor, Tensor.detach, self.initial))
 
@@ -42,7 +42,7 @@ class Stateful(HandsOn):
 
     step: Callable[..., Any]
     modules: tuple[nn.Module, ...]
-    slots: tuple[_Slot, ...]
+    slots: tuple[_StateSlot, ...]
     alone: bool
 
     @classmethod
@@ -71,7 +71,7 @@ class Stateful(HandsOn):
         device = device_of(*tensors)
         changes = assigned_values(lambda: step(*given), found, own, device)
         slots = tuple(
-            _Slot(slot.place, slot.key, then, _alike(then, now)) for slot, then, now in changes
+            _StateSlot(slot.place, slot.key, then, _alike(then, now)) for slot, then, now in changes
         )
         if not slots:
             names = ", ".join(type(module).__name__ for module in modules)
@@ -124,7 +124,7 @@ class Stateful(HandsOn):
         return (state,) if len(self.slots) == 1 else state, None
 
 
-def _with_history(slot: _Slot) -> bool:
+def _with_history(slot: _StateSlot) -> bool:
     leaves = pytree.tree_leaves(slot.initial) if slot.settled else []
     return any(isinstance(t, Tensor) and t.requires_grad for t in leaves)
 

@@ -24,7 +24,7 @@ from retrograde.run.autograd import (
 )
 from retrograde.run.autograd_core import Settled, run_ordinary
 from retrograde.run.inputs import Inputs, check_length
-from retrograde.run.layout import Blocks, Layout, Straight
+from retrograde.run.layout import InBlocks, Layout, Straight
 from retrograde.run.transforms import (
     is_transformed,
     is_unreal,
@@ -145,7 +145,7 @@ class CellCall:
     @property
     def calls(self) -> Layout:
         """The layout of the core's calls, which are single steps or compiled blocks."""
-        return Blocks(self.layout, len(self.steps), BLOCK) if self.compile else self.layout
+        return InBlocks(self.layout, len(self.steps), BLOCK) if self.compile else self.layout
 
     @property
     def read(self) -> Inputs:

@@ -30,7 +30,7 @@ Field = tuple[int, int, int, int]  # from, to, first row, last row
 
 
 @dataclass
-class _Layout:
+class _Grid:
     """The positions of everything, in rows and hidden states. The lower right is always free."""
 
     rows: int = 1
@@ -68,8 +68,8 @@ def draw_schedule(schedule: Schedule, ax: Axes | None = None) -> Figure:
     return figure_of(ax)
 
 
-def _lay_out(schedule: Schedule) -> _Layout:
-    layout = _Layout()
+def _lay_out(schedule: Schedule) -> _Grid:
+    layout = _Grid()
     row, ran, turned = 0, False, False
     stored: dict[int, int] = {}
     recorded: dict[int, int] = {}
@@ -121,7 +121,7 @@ def _fields(recorded: dict[int, int], start: int, stop: int, row: int) -> list[F
     return fields
 
 
-def _draw(ax: Axes, layout: _Layout, width: float, height: float) -> None:
+def _draw(ax: Axes, layout: _Grid, width: float, height: float) -> None:
     """Draw fields, bars and runs into axes of so many points."""
     boxes = [
         Rectangle((start, first + _FORWARD), stop - start, last - first + _BACKWARD - _FORWARD)
@@ -161,7 +161,7 @@ def _dots(ax: Axes, places: Sequence[tuple[float, float]], size: float, **style:
         ax.scatter(x, y, s=size, **{"linewidths": 0} | style)
 
 
-def _describe(ax: Axes, schedule: Schedule, layout: _Layout) -> None:
+def _describe(ax: Axes, schedule: Schedule, layout: _Grid) -> None:
     """Set the title, the labels and the legend, which names exactly what is drawn."""
     policy = schedule.policy.upper() if len(schedule.policy) == 3 else schedule.policy
     is_chain = isinstance(schedule.units, Chain)

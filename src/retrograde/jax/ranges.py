@@ -15,11 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from retrograde.jax.step import Recorded, filled, is_real, some_of, zeros
+from retrograde.jax.step import Arrays, Recorded, filled, is_real, some_of, zeros
 from retrograde.jax.table import Kind, Table
 
-Arrays = list[Any]
-Held = tuple[Arrays, Arrays]  # the slots and the tape
+Holding = tuple[Arrays, Arrays]  # the slots and the tape
 Row = tuple[Array, ...]  # start, stop, load, store, tape; see Table
 
 
@@ -77,7 +76,7 @@ class Sweeps:
     table: Table
     order: Order
 
-    def forward(self, consts: Arrays, init: Arrays, xs: Arrays) -> tuple[Arrays, Arrays, Held]:
+    def forward(self, consts: Arrays, init: Arrays, xs: Arrays) -> tuple[Arrays, Arrays, Holding]:
         """Return the carry after all steps, the outputs, and the slots and tape that are held."""
         table, step = self.table, self.recorded.step
         slots = _write([zeros(c, table.slots) for c in step.carry], table.first, init)
@@ -90,7 +89,7 @@ class Sweeps:
         return carry, ys, (slots, tape)
 
     def backward(
-        self, consts: Arrays, xs: Arrays, held: Held, after: Arrays, g_ys: Arrays
+        self, consts: Arrays, xs: Arrays, held: Holding, after: Arrays, g_ys: Arrays
     ) -> tuple[Arrays, Arrays, Arrays]:
         """Return the cotangents of constants, of the first carry and of inputs.
 

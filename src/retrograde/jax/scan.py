@@ -15,6 +15,7 @@ from retrograde.errors import CellError
 from retrograde.jax.budget import Asked, find_table, fit_scan
 from retrograde.jax.ranges import Order, Sweeps
 from retrograde.jax.step import (
+    Arrays,
     Recorded,
     Step,
     filled,
@@ -29,7 +30,6 @@ from retrograde.schedule import Schedule
 from retrograde.units import Memory
 
 Carry = TypeVar("Carry")
-Arrays = list[Any]
 
 
 def scan(

@@ -89,7 +89,7 @@ def sweep_in_place(
     parts = steps_parts(past)
     for t in range(length - 1, -1, -1):
         given = [*(a[t : t + 1] for a in by_step), none, starts, to_entry]
-        step = cpu_sweep.Arrays._make(given)
+        step = cpu_sweep.SweepArrays._make(given)
         share(functools.partial(kernel, step, known, room), parts)
         if kernel is cpu_sweep.sweep_lstm:
             torch.mm(flat[t], hidden, out=past)
@@ -145,7 +145,7 @@ def products(chunks: Slopes, hidden: Tensor, losses: Tensor | None) -> Tensor:
 
 def _arrays(
     slopes: Slopes, hidden: Tensor, losses: Tensor | None, resets: Resets | None = None
-) -> cpu_sweep.Arrays:
+) -> cpu_sweep.SweepArrays:
     """Return the arrays that the loops take. An absent one has no steps, in chunks or not."""
     gates = slopes.gates.flatten(-2).numpy()
     absent = np.empty((*gates.shape[:-3], 0, 0, 0), gates.dtype)
@@ -153,7 +153,7 @@ def _arrays(
         absent if t is None else t.numpy() for t in (slopes.keep, slopes.inner, losses)
     )
     starts, _, to_entry = starts_of(resets, hidden)
-    return cpu_sweep.Arrays(gates, keep, inner, terms, hidden.numpy(), starts, to_entry)
+    return cpu_sweep.SweepArrays(gates, keep, inner, terms, hidden.numpy(), starts, to_entry)
 
 
 def gru_slopes(inputs: Tensor, hidden: Tensor, before: Tensor) -> Slopes:

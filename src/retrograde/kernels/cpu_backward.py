@@ -4,7 +4,7 @@ A thread takes its samples from the last step to the first, a few steps at a tim
 it computes slopes, the recurrence, and the products with inputs, states and weights. So
 intermediate results stay in the cache of one core. Each core passes on only its sums of the
 weights' gradients. Array names are those of ``cpu_sweep`` and ``cpu_slopes``, and those of
-:class:`Arrays`.
+:class:`BackwardArrays`.
 """
 
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ _ROWS_OF_FEW = 32
 _FEW = 4
 
 
-class Arrays(NamedTuple):
+class BackwardArrays(NamedTuple):
     """What the backward pass of a block reads and writes, whatever the cell."""
 
     x: Reals  # (L, B, I), the inputs
@@ -76,7 +76,7 @@ def _divided(room: Reals, first: int, second: int) -> tuple[Reals, Reals, Reals]
 
 
 @compiled  # type: ignore[untyped-decorator]
-def backward_rnn(relu: bool, after: Reals, of: Arrays, first: int, last: int) -> None:
+def backward_rnn(relu: bool, after: Reals, of: BackwardArrays, first: int, last: int) -> None:
     """Backpropagate an RNN with tanh or ReLU, for samples first … last − 1.
 
     ``after`` (L, B, H) is h after each step.
@@ -112,7 +112,7 @@ def backward_rnn(relu: bool, after: Reals, of: Arrays, first: int, last: int) ->
 
 @compiled  # type: ignore[untyped-decorator]
 def backward_lstm(
-    gates: Reals, after: Reals, cells: Reals, of: Arrays, first: int, last: int
+    gates: Reals, after: Reals, cells: Reals, of: BackwardArrays, first: int, last: int
 ) -> None:
     """Backpropagate an LSTM, for samples first … last − 1.
 
@@ -160,7 +160,7 @@ def backward_lstm(
 
 @compiled  # type: ignore[untyped-decorator]
 def backward_gru(
-    from_inputs: Reals, from_states: Reals, biases: Reals, of: Arrays, first: int, last: int
+    from_inputs: Reals, from_states: Reals, biases: Reals, of: BackwardArrays, first: int, last: int
 ) -> None:
     """Backpropagate a GRU, for samples first … last − 1.
 
@@ -227,7 +227,7 @@ def leave(starts: NDArray[np.bool_], g: Reals, to_entry: Reals, first: int, last
 
 @compiled  # type: ignore[untyped-decorator]
 def _add_products(
-    of: Arrays,
+    of: BackwardArrays,
     to_states: Reals,
     to_inputs: Reals,
     stride: int,

@@ -212,7 +212,7 @@ class Backward:
                 *(sums[number].numpy() for sums in self.sums.values()),
                 self.room[number].numpy(),
             ]
-            self.kernel(*given, cpu_backward.Arrays(*arrays, *own), first, last)
+            self.kernel(*given, cpu_backward.BackwardArrays(*arrays, *own), first, last)
 
         share(loop, self.parts)
         return g

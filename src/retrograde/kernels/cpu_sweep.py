@@ -10,7 +10,7 @@ from retrograde.kernels.lanes import LANES, Reals, compiled, load, store
 from retrograde.kernels.tiles import PANEL, product, whole_vectors
 
 
-class Arrays(NamedTuple):
+class SweepArrays(NamedTuple):
     """The arrays of :class:`retrograde.kernels.cells.Slopes`, the weights and the losses.
 
     With chunks they are (C, L, B, …). An array that is absent has no steps.
@@ -36,7 +36,7 @@ def room_for_products(size: int, parts: int) -> int:
 
 
 @compiled  # type: ignore[untyped-decorator]
-def sweep_state(of: Arrays, g: Reals, room: Reals, first: int, last: int) -> None:
+def sweep_state(of: SweepArrays, g: Reals, room: Reals, first: int, last: int) -> None:
     """Sweep samples first … last − 1 of an RNN or GRU.
 
     ``g`` (B, H), the gradient after the last step, is overwritten by that before step 0. ``room``
@@ -72,7 +72,7 @@ def sweep_state(of: Arrays, g: Reals, room: Reals, first: int, last: int) -> Non
 
 
 @compiled  # type: ignore[untyped-decorator]
-def sweep_lstm(of: Arrays, g: Reals, room: Reals, first: int, last: int) -> None:
+def sweep_lstm(of: SweepArrays, g: Reals, room: Reals, first: int, last: int) -> None:
     """Sweep samples first … last − 1 of an LSTM.
 
     ``g`` (B, 2 H), the gradient after the last step, is overwritten by that before step 0. Without
@@ -109,13 +109,13 @@ def sweep_lstm(of: Arrays, g: Reals, room: Reals, first: int, last: int) -> None
 
 
 @compiled  # type: ignore[untyped-decorator]
-def sweep_chunks(of: Arrays, after: Reals, room: Reals, first: int, last: int) -> None:
+def sweep_chunks(of: SweepArrays, after: Reals, room: Reals, first: int, last: int) -> None:
     """Sweep chunks first … last − 1, each from the gradient ``after`` it (C, B, n).
 
     ``room`` (B, W) has whole vectors.
     """
     for c in range(first, last):
-        own = Arrays(
+        own = SweepArrays(
             of.gates[c], of.keep[c], of.inner[c], of.losses[c], of.hidden, of.starts, of.to_entry
         )
         if 2 * after.shape[2] == of.gates.shape[3]:  # four gates, and a state of two parts
@@ -125,7 +125,7 @@ def sweep_chunks(of: Arrays, after: Reals, room: Reals, first: int, last: int) -
 
 
 @compiled  # type: ignore[untyped-decorator]
-def products_state(of: Arrays, rows: Reals, room: Reals, first: int, last: int) -> None:
+def products_state(of: SweepArrays, rows: Reals, room: Reals, first: int, last: int) -> None:
     """Write the products P, and d, of chunks first … last − 1 to ``rows`` (C, B, H + 1, H).
 
     This is for RNN and GRU.
@@ -153,7 +153,7 @@ def products_state(of: Arrays, rows: Reals, room: Reals, first: int, last: int) 
 
 
 @compiled  # type: ignore[untyped-decorator]
-def products_lstm(of: Arrays, rows: Reals, room: Reals, first: int, last: int) -> None:
+def products_lstm(of: SweepArrays, rows: Reals, room: Reals, first: int, last: int) -> None:
     """Write the products P, and d, of an LSTM's chunks to ``rows`` (C, B, 2 H + 1, 2 H).
 
     The chunks are first … last − 1. A step multiplies by the two factors of the Jacobian:

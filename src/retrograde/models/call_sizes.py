@@ -65,7 +65,7 @@ class _Leave(torch.autograd.Function):
         return found
 
 
-class _Measurement:
+class _Phases:
     """The phases of a call, for each way to keep it. It owns the state, and lets it go.
 
     ``state`` are the arguments that the call before made, or those of the ``first`` call. With
@@ -181,7 +181,7 @@ _ORDER = (_TURNED, DROPPED_LEAN, DROPPED, LEAN, KEPT)
 
 
 @dataclass
-class Kind:
+class Known:
     """What is known of the passes with one kind of input.
 
     Attributes:
@@ -269,7 +269,7 @@ class Plans:
     make are measured once, and those of one class are timed once. A copy is empty."""
 
     def __init__(self) -> None:
-        self.kinds: LRUCache[Kind] = LRUCache()
+        self.kinds: LRUCache[Known] = LRUCache()
         self.sizes: dict[Hashable, CallSizes] = {}
         self.seconds: dict[Hashable, dict[int, float]] = {}
 
@@ -277,9 +277,9 @@ class Plans:
         return type(self), ()
 
     def kind_of(
-        self, layers: Sequence[nn.Module], given: Given, find: Callable[[], Kind], *,
+        self, layers: Sequence[nn.Module], given: Given, find: Callable[[], Known], *,
         fractions: bool,
-    ) -> Kind | None:  # fmt: skip
+    ) -> Known | None:  # fmt: skip
         """Return what is known of passes with arguments of this kind; ``find`` it if nothing is.
         The result is None if there is nothing to backpropagate, or no memory to measure."""
         parts = parts_of(layers)
@@ -310,7 +310,7 @@ class Plans:
         memory = first or tuple(t if t is None else t.untyped_storage().nbytes() for t in made)
         key = make_of(parts), kind, memory
         if key[0] is None or key not in self.sizes:
-            one = _Measurement(unit, given, state, first=first)
+            one = _Phases(unit, given, state, first=first)
             shapes = [[t.shape for t in part.parameters(recurse=False)] for part in parts]
             alike = tuple(map(type, parts)), str(shapes), kind
             with unit.ambient.measured():
@@ -322,7 +322,7 @@ class Plans:
         return self.sizes[key]
 
 
-def _phases(one: _Measurement) -> tuple[list[Callable[[], None]], dict[int, float]]:
+def _phases(one: _Phases) -> tuple[list[Callable[[], None]], dict[int, float]]:
     """Return the phases of a call, and the seconds that each way takes, to which a run of the
     phases adds. They are those of forward and backward passes, or of a forward pass alone."""
     taken = dict.fromkeys((_FORWARD, *_ORDER), 0.0)
@@ -361,7 +361,7 @@ def _seconds(
     return {way: min(each[way] for each in rounds) for way in taken}
 
 
-def _sizes(one: _Measurement, found: Sequence[Phase], seconds: dict[int, float]) -> CallSizes:
+def _sizes(one: _Phases, found: Sequence[Phase], seconds: dict[int, float]) -> CallSizes:
     """Return what the phases of a call showed."""
     given, output = found[0].growth(), -found[2].growth()
     on_gpu = one.device.type == "cuda"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError
-from retrograde.models.call_sizes import Kind, Plans
+from retrograde.models.call_sizes import Known, Plans
 from retrograde.models.given import Given, made_by, tensors_in
 from retrograde.models.refill import Row
 from retrograde.models.trials import Tried, try_call
@@ -147,7 +147,7 @@ class ChainPlans(Plans):
                 call.moved += moved
         return value
 
-    def _kind(self, net: nn.Sequential, input: Any) -> Kind | None:
+    def _kind(self, net: nn.Sequential, input: Any) -> Known | None:
         layers = _apart(net)
         return self.kind_of(
             [layer for _, layer in layers], Given((input,)),
@@ -200,14 +200,14 @@ def chain_of(names: Sequence[str], sizes: Sequence[CallSizes]) -> Chain:
     )
 
 
-def measured(layers: Layers, input: Any, plans: Plans, repeats: int | None = None) -> Kind:
+def measured(layers: Layers, input: Any, plans: Plans, repeats: int | None = None) -> Known:
     """Divide layers into units, and try and measure each, on an input.
 
     Raises:
         CellError: a layer cannot be run exactly; the message names it.
     """
     together = -(-len(layers) // _MOST_UNITS)
-    kind, made, value = Kind(), None, _alone(input, None)
+    kind, made, value = Known(), None, _alone(input, None)
     tried = _try(layers[:1], value)
     if tried.writes:
         raise CellError(_WRITES.format(layers[0][0], "the chain's input"))
@@ -263,7 +263,7 @@ def _alone(value: Any, wants: Sequence[bool] | None) -> Any:
     return pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(next(found)), value)
 
 
-def _parted(kind: Kind) -> Kind:
+def _parted(kind: Known) -> Known:
     """Return what is known, with the generators apart that no unit draws from. These are checked
     once over all units, and not by each."""
     drawn = {source for unit in kind.units for source in unit.ambient.sources}

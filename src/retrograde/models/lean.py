@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from retrograde.errors import CellError, RetrogradeError
 from retrograde.models.recipes import unpack
-from retrograde.models.tape import Tape
+from retrograde.models.tape import LeanTape
 from retrograde.units import format_bytes
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -31,7 +31,7 @@ class Lean:
 
     def __init__(self) -> None:
         self.aside: str | None = "no pass was begun"
-        self._tape: Tape | None = None
+        self._tape: LeanTape | None = None
         self._stack: ExitStack | None = None
 
     @property
@@ -52,7 +52,7 @@ class Lean:
         if self.aside is None:
             fsdp = sys.modules.get("torch.distributed._composable_state")
             sharded = bool(getattr(fsdp, "_module_state_mapping", None))
-            self._tape, self._stack = Tape(parameters_stay=not sharded), ExitStack()
+            self._tape, self._stack = LeanTape(parameters_stay=not sharded), ExitStack()
             self._stack.callback(self._tape.close)
             self._stack.enter_context(self._tape)
             self._stack.enter_context(saved_tensors_hooks(self._tape.pack, unpack))
@@ -134,7 +134,7 @@ def _why_not() -> str | None:
     hooks = _autograd._top_saved_tensors_default_hooks(True)
     if hooks is None:
         return None
-    nested = isinstance(getattr(hooks[0], "__self__", None), Tape)
+    nested = isinstance(getattr(hooks[0], "__self__", None), LeanTape)
     return "another lean pass runs" if nested else "hooks of the caller's save its tensors"
 
 

@@ -46,7 +46,7 @@ def overwritten(size: torch.Size, found: int, expected: int) -> RuntimeError:
     )
 
 
-class Held(NamedTuple):
+class Versioned(NamedTuple):
     """A tensor that is read as it is, at its version."""
 
     tensor: Tensor
@@ -107,10 +107,10 @@ class Box:
         """Return the tensor, computed again if it was let go."""
         recipe = self.recipe
         if self.data is not None:
-            return Held(self.data, self.version).open()
+            return Versioned(self.data, self.version).open()
         tensor = self.alias()
         if tensor is not None:  # somebody holds it in any case
-            return self.keep(Held(tensor, self.version).open())
+            return self.keep(Versioned(tensor, self.version).open())
         if self.overwritten:
             raise overwritten(self.shape[0], self.version + 1, self.version)
         assert recipe is not None
@@ -121,7 +121,7 @@ class Box:
         return self.keep(result)
 
 
-def unpack(packed: Packed | Held) -> Tensor:
+def unpack(packed: Packed | Versioned) -> Tensor:
     """Return what was saved, computed again if it was let go."""
     if torch._C._is_torch_function_mode_enabled():
         with torch._C.DisableTorchFunction():
@@ -133,7 +133,7 @@ def unpack(packed: Packed | Held) -> Tensor:
             torch._C._DisableAutocast(),
         ):
             return packed.open()
-    return Held(*packed).open() if type(packed) is tuple else packed.open()
+    return Versioned(*packed).open() if type(packed) is tuple else packed.open()
 
 
 @dataclass(slots=True)
@@ -174,7 +174,7 @@ class Recipe:
 def _opened(arg: Any) -> Any:
     if type(arg) is list:
         return [_opened(one) for one in arg]
-    return arg.open() if type(arg) in (Recipe, Held, Packed) else arg
+    return arg.open() if type(arg) in (Recipe, Versioned, Packed) else arg
 
 
 _UNKNOWN = object()
@@ -252,8 +252,8 @@ class Search:
             return data if self._read(self.own, data.box) else _UNKNOWN
         if type(data) in (Tensor, nn.Parameter) and saved.unpack_hook is None:
             free = data.requires_grad and data.is_leaf  # saved without hooks
-            data = Held(data if data.is_leaf else data.detach(), data._version if free else 0)
-        if type(data) is not Held:
+            data = Versioned(data if data.is_leaf else data.detach(), data._version if free else 0)
+        if type(data) is not Versioned:
             return None if data is None else _UNKNOWN  # another hook's
         tensor, version = data
         stays = self._parameters_stay or not tensor.requires_grad
@@ -272,7 +272,7 @@ class Search:
         if leaf is None:
             return self.step(node, nr, 0, copied) or _UNKNOWN
         stays = self._parameters_stay and type(leaf) in (Tensor, nn.Parameter)
-        return Held(leaf, leaf._version) if stays else _UNKNOWN
+        return Versioned(leaf, leaf._version) if stays else _UNKNOWN
 
     def _read(self, boxes: list[Box], box: Box) -> bool:
         boxes.append(box)

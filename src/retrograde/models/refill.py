@@ -24,7 +24,7 @@ from retrograde.errors import CellError, RetrogradeError
 from retrograde.models import recipes
 from retrograde.models.given import Given, tensors_in, unflatten
 from retrograde.models.lean import lean as lean_pass
-from retrograde.models.tape import Tape
+from retrograde.models.tape import LeanTape
 from retrograde.plan.calls import Part
 from retrograde.replay.generators import Source
 from retrograde.replay.surroundings import Ambient, Trail, autocast_as_now, version
@@ -131,7 +131,7 @@ class Dropped:
 
     def _drop(self, ours: set[int], t: Tensor) -> Any:
         if _is_free(t, ours):
-            return recipes.Held(t, t._version)
+            return recipes.Versioned(t, t._version)
         self.trail.arrive(len(self.saved))
         saved = Saved(self)
         self.saved.append(ref(saved))
@@ -198,20 +198,22 @@ class Dropped:
         args, kwargs, ours = self._arguments(state)
         alive = [number for number, saved in enumerate(self.saved) if saved() is not None]
         last = -1 if whole else alive[-1]
-        tape = Tape(True, task) if lean else None
+        tape = LeanTape(True, task) if lean else None
         number, result, ended = 0, None, False
 
         def pack(t: Tensor) -> Any:
             nonlocal number, ended
             if _is_free(t, ours):
-                return recipes.Held(t, t._version)
+                return recipes.Versioned(t, t._version)
             self.trail.arrive(number)
             at, number = number, number + 1
             if at >= len(self.forms) or self.forms[at] != (t.shape, t.dtype):
                 raise self._differs()
             saved, value = self.saved[at](), None
             if saved is not None:
-                value = tape.pack(t) if tape is not None else recipes.Held(t.detach(), t._version)
+                value = (
+                    tape.pack(t) if tape is not None else recipes.Versioned(t.detach(), t._version)
+                )
                 saved.value = value
             if at == last:
                 ended = True

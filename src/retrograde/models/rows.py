@@ -2,8 +2,8 @@
 
 A model may call its layers itself: the blocks of a transformer in a loop, or ``layer1`` to
 ``layer4`` of a ResNet in turn. Each such layer keeps its class. Its ``forward`` becomes a
-:class:`Turn`, which passes the call to the :class:`CalledRow` of all of them. The row plans how
-each call is kept (:mod:`retrograde.plan.calls`): whole, lean, or dropped and run again
+:class:`RowForward`, which passes the call to the :class:`CalledRow` of all of them. The row plans
+how each call is kept (:mod:`retrograde.plan.calls`): whole, lean, or dropped and run again
 (:mod:`retrograde.models.refill`).
 
 The first pass with another kind of input drops all but its first input, and measures every call.
@@ -28,7 +28,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from retrograde.errors import CellError
 from retrograde.machine import MEASURING
-from retrograde.models.call_sizes import Kind, Plans
+from retrograde.models.call_sizes import Known, Plans
 from retrograde.models.given import Given, made_by, tensors_in
 from retrograde.models.refill import Dropped, Row
 from retrograde.models.trials import try_call
@@ -40,7 +40,7 @@ _OUT_OF_TURN = "is not called in turn where gradients are recorded"
 _MARK = "_retrograde_pass"  # an attribute of the tensor that a layer hands on
 
 
-class Turn:
+class RowForward:
     """The ``forward`` of a module in a row, which passes its calls to the row.
 
     A rider may be called at several places, each of which is a row and a number in it.
@@ -81,7 +81,7 @@ class _Pass:
     """
 
     row: "CalledRow"
-    kind: Kind
+    kind: Known
     calls: Row | None
     next: int = 0
     made: "list[ref[Tensor] | None]" = field(default_factory=list)
@@ -109,12 +109,12 @@ class CalledRow:
             self.slots.append(slots[start])
             self.parts += [(k, part) for part in range(stop - start)]
         self.plans = Plans()
-        self.seen: list[Kind] | None = None  # of all passes, during the run on a sample
+        self.seen: list[Known] | None = None  # of all passes, during the run on a sample
 
     def install(self) -> None:
         """Pass the calls of the layers to this row from now on."""
         for number, (_, module) in enumerate(self.calls):
-            vars(module).setdefault("forward", Turn(module)).places.append((self, number))
+            vars(module).setdefault("forward", RowForward(module)).places.append((self, number))
 
     def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the call of the model that has this number in the row."""
@@ -187,9 +187,9 @@ class CalledRow:
 
     def _begin(self, active: list[int], given: Given) -> _Pass:
         layers = [layer for one in self.layers for layer in one]
-        kind = self.plans.kind_of(layers, given, lambda: Kind(active), fractions=False)
+        kind = self.plans.kind_of(layers, given, lambda: Known(active), fractions=False)
         if kind is None:
-            return _Pass(self, Kind(active), None)
+            return _Pass(self, Known(active), None)
         if self.seen is not None:
             self.seen.append(kind)
         if self.seen is not None or not kind.is_measured:
@@ -198,7 +198,7 @@ class CalledRow:
         return _Pass(self, kind, None if plan == kept_whole(kind.sizes) else Row(plan))
 
     def _measure(
-        self, kind: Kind, at: int, given: Given, made: Sequence[Tensor | None] | None
+        self, kind: Known, at: int, given: Given, made: Sequence[Tensor | None] | None
     ) -> None:
         """Try and measure an active layer, if it is the next one that is not known. ``made`` are
         the tensors that the call before made."""
@@ -236,7 +236,7 @@ def passes_through(layer: nn.Module) -> bool:
 def release(modules: Iterable[nn.Module]) -> None:
     """Give all modules their own forward pass again, so that no row gets their calls."""
     for module in modules:
-        if isinstance(vars(module).get("forward"), Turn):
+        if isinstance(vars(module).get("forward"), RowForward):
             del vars(module)["forward"]
 
 
@@ -248,6 +248,6 @@ def rides(module: nn.Module) -> bool:
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:
-    """Return the forward pass of a module's class, without a :class:`Turn`."""
+    """Return the forward pass of a module's class, without a :class:`RowForward`."""
     forward: Callable[..., Any] = partial(type(module).forward, module)
     return forward

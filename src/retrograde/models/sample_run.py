@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from retrograde.errors import BudgetError, CellError
 from retrograde.models.call_order import CallOrder, Layers, ModuleCall, noted
-from retrograde.models.call_sizes import Kind
+from retrograde.models.call_sizes import Known
 from retrograde.models.given import tensors_in
 from retrograde.models.replace_modules import (
     Budgeted,
@@ -197,7 +197,7 @@ class WatchedRow(Watched):
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        self.row.seen = seen = list[Kind]()
+        self.row.seen = seen = list[Known]()
         self.row.install()
         yield
         self.row.seen = None
@@ -299,10 +299,10 @@ def _as_if_recorded(outputs: Any, given: Sequence[Tensor]) -> Any:
         return pytree.tree_map_only(Tensor, lambda t: _as_if_recorded(t, given), outputs)
     if not (outputs.is_floating_point() or outputs.is_complex()):
         return outputs
-    return _Recorded.apply(outputs.detach(), *given)  # type: ignore[no-untyped-call]
+    return _Historied.apply(outputs.detach(), *given)  # type: ignore[no-untyped-call]
 
 
-class _Recorded(torch.autograd.Function):
+class _Historied(torch.autograd.Function):
     """The same tensor, with a history that keeps nothing in memory."""
 
     @staticmethod

@@ -26,10 +26,10 @@ from retrograde.models.recipes import (
     CHANGED,
     KNOWN,
     Box,
-    Held,
     Packed,
     Recipe,
     Search,
+    Versioned,
     shape_of,
     unpack,
 )
@@ -42,7 +42,7 @@ LEAST_BYTES = 128 * 1024
 VERSION = "retrograde version"
 
 
-class Tape(TorchFunctionMode):
+class LeanTape(TorchFunctionMode):
     """Saves for one forward pass, and notes what no node of the graph knows.
 
     Attributes:
@@ -114,22 +114,22 @@ class Tape(TorchFunctionMode):
         hooks = _autograd._top_saved_tensors_default_hooks(True)
         return hooks is not None and hooks[0] == self.pack
 
-    def pack(self, tensor: Tensor) -> Packed | Held | tuple[Tensor, int]:
+    def pack(self, tensor: Tensor) -> Packed | Versioned | tuple[Tensor, int]:
         """Save a tensor, or what it can be computed from."""
         if torch._C._is_torch_function_mode_enabled():
             with torch._C.DisableTorchFunction():
                 return self.pack(tensor)
         version = tensor._version
         if tensor.requires_grad and tensor.is_leaf:
-            return Held(tensor, version)
+            return Versioned(tensor, version)
         if not _large(tensor):
-            return Held(tensor.detach(), version)
+            return Versioned(tensor.detach(), version)
         storage, base = tensor.untyped_storage(), tensor if tensor._base is None else tensor._base
         box = self._box_of(storage)
         dtype = base.dtype if box is None else box.dtype
         if dtype is not tensor.dtype or torch._C._current_graph_task_id() != self._task:
             self.kept += storage.nbytes() if box is None else 0
-            return Held(tensor.detach(), version)
+            return Versioned(tensor.detach(), version)
         if tensor.is_cuda:
             stream = torch.cuda.current_stream(tensor.device)
             if stream != torch.cuda.default_stream(tensor.device):
@@ -189,7 +189,7 @@ class Tape(TorchFunctionMode):
         box.data = None
         self._release(
             box,
-            Recipe(_NOISE, [Packed(at, at.shape), Held(one, one._version)], {}, 0, box.nbytes),
+            Recipe(_NOISE, [Packed(at, at.shape), Versioned(one, one._version)], {}, 0, box.nbytes),
             [at],
             1,
         )
@@ -277,7 +277,7 @@ def _argument(args: Any, kwargs: Any, position: int, name: str, default: Any) ->
     return args[position] if len(args) > position else kwargs.get(name, default)
 
 
-def _note_number(tape: Tape, node: Any, args: Any, kwargs: Any) -> None:
+def _note_number(tape: LeanTape, node: Any, args: Any, kwargs: Any) -> None:
     one = _argument(args, kwargs, 1, "other", None)
     is_other = len(args) + ("other" in kwargs) == 2  # not so in the deprecated add(x, alpha, other)
     if is_other and isinstance(one, (int, float)):
@@ -287,10 +287,10 @@ def _note_number(tape: Tape, node: Any, args: Any, kwargs: Any) -> None:
 def _note_of(*argument: Any) -> Callable[..., None]:
     """Note an argument that the node does not keep."""
 
-    def note(tape: Tape, node: Any, args: Any, kwargs: Any) -> None:
+    def note(tape: LeanTape, node: Any, args: Any, kwargs: Any) -> None:
         if "Norm" in node.name():  # elsewhere it is made of other operations
             one = _argument(args, kwargs, *argument)
-            node.metadata[KNOWN] = Held(one, one._version) if isinstance(one, Tensor) else one
+            node.metadata[KNOWN] = Versioned(one, one._version) if isinstance(one, Tensor) else one
 
     return note
 
@@ -301,7 +301,7 @@ def _note_noise_of(*argument: Any) -> Callable[..., None]:
     Attention with a kernel of its own has another node, and so have the dropouts of a GPU.
     """
 
-    def note(tape: Tape, node: Any, args: Any, kwargs: Any) -> None:
+    def note(tape: LeanTape, node: Any, args: Any, kwargs: Any) -> None:
         while node is not None and node.name() in _TO_NOISE:
             node = node.next_functions[0][0]
         if node is not None and node.name() == "MulBackward0":

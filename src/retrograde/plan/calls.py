@@ -248,7 +248,7 @@ class _Moves:
         return js, taken, taken + np.maximum(inside, self.least[0, js, k])
 
 
-class _Table:
+class _Fastest:
     """F(i, k, m) for each level of m, by whether the input of call i is held already. Bytes are
     rounded to the next level, or down if it is a bound."""
 
@@ -356,7 +356,7 @@ def fastest(calls: Sequence[CallSizes], budget: int, kinds: Kinds = _ALL) -> tup
     smallest = int(moves.least[1, 0, -1]) + budget - room
     if smallest > budget:
         raise ValueError(f"{smallest} bytes are the least peak, not {budget}")
-    return _Table(moves, room).plan(0, len(calls), room)
+    return _Fastest(moves, room).plan(0, len(calls), room)
 
 
 def level_bytes(calls: Sequence[CallSizes], room: int) -> int:
@@ -366,7 +366,7 @@ def level_bytes(calls: Sequence[CallSizes], room: int) -> int:
 
 def least_seconds(calls: Sequence[CallSizes], budget: int, kinds: Kinds = _ALL) -> float:
     """Return a lower bound of what a plan within a budget takes beyond ordinary backpropagation."""
-    table = _Table(_Moves(calls, kinds), budget - _left(calls), is_bound=True)
+    table = _Fastest(_Moves(calls, kinds), budget - _left(calls), is_bound=True)
     return float(table.best[1, table.cell(0, len(calls)), -1]) * _ROUNDING
 
 

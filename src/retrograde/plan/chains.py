@@ -33,7 +33,7 @@ from retrograde.plan.calls import (
     least_seconds,
     level_bytes,
 )
-from retrograde.plan.steps.unfold import NOTHING, Parts, store_all
+from retrograde.plan.steps.unfold import NOTHING, Segments, store_all
 from retrograde.schedule import Action, Advance, Backward, Chain, Record, Schedule, simulate
 from retrograde.units import Memory, as_bytes, format_bytes
 
@@ -146,7 +146,7 @@ def _calls_of(chain: Chain) -> tuple[list[CallSizes], int]:
 
 def _schedule(chain: Chain, parts: tuple[Part, ...], policy: str, memory: int | None) -> Schedule:
     """Return the actions of a plan for calls."""
-    found = Parts()
+    found = Segments()
 
     def number(parts: tuple[Part, ...], *, grouped: bool) -> int:
         rest = NOTHING

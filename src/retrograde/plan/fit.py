@@ -22,12 +22,12 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from retrograde.errors import BudgetError
 from retrograde.plan.steps.blocks import Blocks
-from retrograde.plan.steps.unfold import Parts, store_all
+from retrograde.plan.steps.unfold import Segments, store_all
 from retrograde.schedule import Schedule, Units, Verb
 from retrograde.units import Memory, as_bytes, asks_for_all, format_bytes
 
@@ -178,12 +178,13 @@ class Footprint:
         return self.core_bytes(steps) + held
 
 
+@lru_cache(8)
 class _Sizes:
     """The curves of a footprint that a search reads, each computed once for a number of steps."""
 
     def __init__(self, footprint: Footprint) -> None:
-        self.footprint = footprint
-        self.held, self.core = cache(footprint.held), cache(footprint.core_bytes)
+        self.footprint, once = footprint, lru_cache(2**14)
+        self.held, self.core = once(footprint.held), once(footprint.core_bytes)
         self.beside_core = footprint.overhead_bytes(1) - self.core(1)
 
     def overhead(self, steps: int) -> int:
@@ -278,7 +279,7 @@ def _fastest(length: int, blocks: Sequence[int], budget: int, sizes: _Sizes) -> 
     for steps in sorted(blocks, key=lambda steps: (least[steps], steps)):
         if least[steps] > best[0]:
             break
-        parts, one = Parts(), divided[steps]
+        parts, one = Segments(), divided[steps]
         root, forward_steps, advances = one.plan(parts)
         spent = forward_steps, advances, one.count
         time = footprint.time(length, *spent)
@@ -367,8 +368,10 @@ def _grid(length: int, budget: int, sizes: _Sizes) -> list[int]:
 
 
 def _most(length: int, limit: int, size: Callable[[int], int]) -> int:
-    """Return the most steps, of 1 … length, whose size is within a limit (1 if none is)."""
-    return max(1, bisect_right(range(1, length + 1), limit, key=size))
+    """Return the most steps, of 1 … length, whose size is within a limit (1 if none is). Every
+    length is searched at the same numbers of steps, whose sizes are then known."""
+    steps = range(1, 1 << length.bit_length())
+    return min(length, max(1, bisect_right(steps, limit, key=size)))
 
 
 def _chunk(length: int, block: int, sizes: _Sizes) -> int:

@@ -37,11 +37,11 @@ from retrograde.plan.chains import plan_chain, record_everything
 from retrograde.plan.steps.best import best_cost, best_costs, best_schedule, closed_form
 from retrograde.plan.steps.closed_form import (
     hsm_cost,
-    hsm_parts,
+    hsm_segments,
     ism_cost,
 )
 from retrograde.plan.steps.mixed import Mixed
-from retrograde.plan.steps.unfold import Parts, store_all
+from retrograde.plan.steps.unfold import Segments, store_all
 from retrograde.schedule import Chain, Schedule, Units
 from retrograde.units import Memory, as_bytes
 
@@ -125,9 +125,9 @@ def plan(
     slots = integer("memory", memory)
     if policy in ("msm", "best"):
         return best_schedule(steps, slots, units_of(alpha, beta), policy)
-    parts = Parts()
+    parts = Segments()
     if policy == "hsm":
-        root, bound, units = hsm_parts(steps, slots, parts), hsm_cost(steps, slots), Units()
+        root, bound, units = hsm_segments(steps, slots, parts), hsm_cost(steps, slots), Units()
     else:
         root = Mixed(slots - 1, 1, wide=True).schedule(steps, parts)
         bound, units = ism_cost(steps, slots), _ISM

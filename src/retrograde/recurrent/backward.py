@@ -1,6 +1,6 @@
-"""One layer in one direction, backpropagated piece by piece, from the last to the first.
+"""One layer in one direction, backpropagated span by span, from the last to the first.
 
-The gates of a piece are recomputed from its inputs and states, unless they were kept. Then the
+The gates of a span are recomputed from its inputs and states, unless they were kept. Then the
 backward recurrence runs over their slopes (:mod:`retrograde.kernels.sweep`). Matrix products of the
 gates' gradients with inputs, states and weights give the other gradients. For small layers on a CPU
 one compiled loop does all of this.
@@ -30,7 +30,7 @@ class LayerBackward:
     """The backward pass of one layer.
 
     ``totals``, by the names of the weights, are complete after ``finish``. ``rows`` is the most
-    rows of a piece of several steps. ``chunk`` is the steps in a chunk of a scan; None runs no
+    rows of a span of several steps. ``chunk`` is the steps in a chunk of a scan; None runs no
     scan. ``at_once`` sums gradients of weights in place, which takes
     less memory and rounds more. ``resets`` says whether blocks have them.
     """
@@ -69,7 +69,7 @@ class LayerBackward:
         self.sweep: BlockSweep | None = None
 
     def add(self, block: Block, dy: Tensor | None, g: Tensor, dx: Tensor | None) -> Tensor:
-        """Backpropagate a piece, and return the gradient of the state before it.
+        """Backpropagate a span, and return the gradient of the state before it.
 
         g is the gradient of the state after it, (n, H), or (n, 2 H) for (h, c). ``dy`` (L, n, H),
         in any layout, is the loss's gradient of the outputs, None for zero. ``dx`` receives the

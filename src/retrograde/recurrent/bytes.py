@@ -2,7 +2,7 @@
 
 Everything that :class:`~retrograde.recurrent.core.HeldLayers` allocates is proportional to
 the units, the inputs or the weights. So its peak has a closed form. It depends on the shape, the
-length of a piece, and the number of steps whose gates are kept.
+length of a span, and the number of steps whose gates are kept.
 ``tests/recurrent/test_held.py`` compares it with the measured peak.
 """
 
@@ -88,9 +88,9 @@ class Layer:
         """The bytes of a state, in all tracks."""
         return self._units((1 + self._lstm) * self.batch)
 
-    def mark(self, pieces: int) -> int:
-        """Return the bytes of the marks of ``pieces`` pieces of the whole batch."""
-        return self._units(self._lstm * pieces * self.batch)
+    def mark(self, spans: int) -> int:
+        """Return the bytes of the marks of ``spans`` spans of the whole batch."""
+        return self._units(self._lstm * spans * self.batch)
 
     def gates(self, rows: int) -> int:
         """Return the bytes of kept gates and cells; the vendor's forward pass cannot keep them."""
@@ -108,7 +108,7 @@ class Layer:
     def forward(self, rows: int, pass_rows: int) -> int:
         """Return the peak of the working bytes of a forward pass.
 
-        A piece has ``rows`` rows, and ``pass_rows`` is the rows that the gates' buffer holds.
+        A span has ``rows`` rows, and ``pass_rows`` is the rows that the gates' buffer holds.
         """
         numbers = self._pass(pass_rows)
         numbers += rows * self.width * (self._copies_x + (self.tracks > 1 or self.drops))
@@ -123,8 +123,8 @@ class Layer:
         rows = max(pass_rows, self.batch)
         return (self._pass(pass_rows) + rows * (2 * self.width + self.size)) * self.item
 
-    def piece(self, rows: int, *, kept: bool) -> int:
-        """Return the peak of the working bytes of backpropagating a piece of ``rows`` rows."""
+    def span(self, rows: int, *, kept: bool) -> int:
+        """Return the peak of the working bytes of backpropagating a span of ``rows`` rows."""
         size, width, lstm, gates = self.size, self.width, self._lstm, GATES[self.kind] * self.size
         dropped = self.tracks > 1 or self.drops
         numbers = rows * size + 2 * self.batch * 2 * size  # before steps; entering states
@@ -155,7 +155,7 @@ class Layer:
         return numbers * self.item
 
     def pass_rows(self, block: int) -> int:
-        """Return the rows that a forward pass processes at a time, in pieces of ``block`` rows."""
+        """Return the rows that a forward pass processes at a time, in spans of ``block`` rows."""
         if self.onward == "torch":
             return block
         wide = GATES[self.kind] * self.size * self.item

@@ -1,9 +1,9 @@
 """Recurrent layers whose outputs the caller holds anyway, so that few states need to be kept.
 
 The outputs of RNN and GRU are their hidden states; those of an LSTM are half of its states. So
-little else has to be recorded. A recorded range keeps an LSTM's c before each piece (a *mark*). It
+little else has to be recorded. A recorded range keeps an LSTM's c before each span (a *mark*). It
 also keeps the outputs of all layers below the top one. The backward pass recomputes the gates of a
-piece from these by one matrix product. The last steps keep their gates instead, as many as memory
+span from these by one matrix product. The last steps keep their gates instead, as many as memory
 allows, at five numbers per unit and step.
 
 Two directions are two tracks. The second track runs from the last step to the first. In a packed
@@ -27,30 +27,30 @@ from retrograde.recurrent.backward import LayerBackward
 from retrograde.recurrent.bytes import Means, sums_at_once
 from retrograde.recurrent.dropout import Dropout
 from retrograde.recurrent.forward import LayerForward, room_for
-from retrograde.recurrent.pieces import Piece, cut
 from retrograde.recurrent.plan import HeldPlan
 from retrograde.recurrent.resets import Anew
+from retrograde.recurrent.spans import Span, cut
 from retrograde.recurrent.vendor import Layers, one_by_one, run_torch
 from retrograde.replay.surroundings import Ambient
 from retrograde.replay.trees import Tensors
 from retrograde.run.core import Core, Emit, Gate, Gradients, Tape, discard
 from retrograde.run.inputs import Inputs
-from retrograde.run.layout import Held, Layout, Rows
+from retrograde.run.layout import InMemory, Layout, Rows
 
 
 @dataclass
-class _Held(Tape):
+class _LayerTape(Tape):
     """The contents of a recorded range.
 
     They are the state before it (``first``), and h of all layers ``below`` the top one (rows, H).
-    For each track, layer and piece of an LSTM there is an entry in one of two dicts. ``marks`` has
-    c before the piece (n, H), and ``kept`` its gates and cells.
+    For each track, layer and span of an LSTM there is an entry in one of two dicts. ``marks`` has
+    c before the span (n, H), and ``kept`` its gates and cells.
     """
 
     first: Tensors
     below: Tensors
-    marks: dict[tuple[int, int, Piece], Tensor] = field(default_factory=dict)
-    kept: dict[tuple[int, int, Piece], Kept] = field(default_factory=dict)
+    marks: dict[tuple[int, int, Span], Tensor] = field(default_factory=dict)
+    kept: dict[tuple[int, int, Span], Kept] = field(default_factory=dict)
 
 
 class HeldLayers(Core):
@@ -105,7 +105,7 @@ class HeldLayers(Core):
 
     def room(self, inputs: Inputs) -> Tensors:
         """Return buffers for the outputs of all steps, which this core writes itself."""
-        (x,) = cast(Held, inputs).tensors
+        (x,) = cast(InMemory, inputs).tensors
         return [x.new_empty(*x.shape[:-1], self.size * len(self.tracks))]
 
     def totals(self) -> list[Tensor | None]:
@@ -139,20 +139,20 @@ class HeldLayers(Core):
         passes = [] if follows else [LayerForward(self.forward, w, self.block) for w in track]
         for a, b in pairwise([start, *stops]):
             if follows:
-                for piece in self._pieces(0, a, b):
-                    own = [s[0, : piece.samples] for s in after]
-                    self._follow(None, inputs, 0, piece, track[0], own)
+                for span in self._pieces(0, a, b):
+                    own = [s[0, : span.samples] for s in after]
+                    self._follow(None, inputs, 0, span, track[0], own)
             else:
                 most = min(p.rows for p in passes)
-                for piece in cut(a, b, most, self.batch, self.sizes):
-                    y = self._given(None, inputs, 0, 0, piece)
+                for span in cut(a, b, most, self.batch, self.sizes):
+                    y = self._given(None, inputs, 0, 0, span)
                     for k, run in enumerate(passes):
                         if k:
-                            y = self._dropped(y, k, piece)
+                            y = self._dropped(y, k, span)
                         top = k == self.count - 1 and emit not in (None, discard)
-                        own, given = [s[k, : piece.samples] for s in after], y
-                        y = self._output(inputs, 0, piece) if top else _room(given, self.size)
-                        run(given, own, y, None, self._anew(0, k, piece))
+                        own, given = [s[k, : span.samples] for s in after], y
+                        y = self._output(inputs, 0, span) if top else _room(given, self.size)
+                        run(given, own, y, None, self._anew(0, k, span))
             found.append(after if b == stops[-1] else [s.clone() for s in after])
         return found
 
@@ -163,7 +163,7 @@ class HeldLayers(Core):
     ) -> Tape:
         after = [_copied(s) for s in state]
         wanted, passes = [*inputs.differentiable], [True] * len(state)
-        tape = _Held(start, stop, [], wanted, passes, after, (), [*state], [])
+        tape = _LayerTape(start, stop, [], wanted, passes, after, (), [*state], [])
         for number, layers in enumerate(self.tracks):
             for k, weights in enumerate(layers):
                 self._record(tape, inputs, number, k, weights, emit)
@@ -195,7 +195,7 @@ class HeldLayers(Core):
 
     def _record(
         self,
-        tape: _Held,
+        tape: _LayerTape,
         inputs: Inputs,
         number: int,
         k: int,
@@ -205,64 +205,66 @@ class HeldLayers(Core):
         """Run a layer over a range; its state goes from before the range to after it."""
         top, own = k == self.count - 1, number * self.count + k
         emits = emit not in (None, discard)
-        pieces = self._pieces(number, tape.start, tape.stop)
+        spans = self._pieces(number, tape.start, tape.stop)
         if not top:
-            rows = sum(piece.rows for piece in pieces)
+            rows = sum(span.rows for span in spans)
             tape.below.append(tape.state_after[0].new_empty(rows, self.size))
         run = LayerForward(self.forward, weights, self.block)
-        for piece in pieces:
-            state = [s[own, : piece.samples] for s in tape.state_after]
-            keeps, room = self._keeps(tape, number, k, piece), None
+        for span in spans:
+            state = [s[own, : span.samples] for s in tape.state_after]
+            keeps, room = self._keeps(tape, number, k, span), None
             if self.kind == "LSTM" and not keeps:
-                tape.marks[number, k, piece] = state[1].clone()
+                tape.marks[number, k, span] = state[1].clone()
             if top and emit is None and self.follows:
-                found = self._follow(tape, inputs, number, piece, weights, state)
+                found = self._follow(tape, inputs, number, span, weights, state)
                 if keeps and found is not None:
-                    tape.kept[number, k, piece] = found
+                    tape.kept[number, k, span] = found
                 del found  # before the next ones are made
                 continue
-            x = self._given(tape, inputs, number, k, piece)
+            x = self._given(tape, inputs, number, k, span)
             if keeps and (room := room_for(weights, x)) is not None:
-                tape.kept[number, k, piece] = room
-            y = self._output(inputs, number, piece) if top else self._below(tape, k, piece)
+                tape.kept[number, k, span] = room
+            y = self._output(inputs, number, span) if top else self._below(tape, k, span)
             # In a second run the caller's outputs exist already.
             direct = not top or (emits and y.is_contiguous() and len(self.tracks) == 1)
             into = y if direct else _room(x, self.size)
-            run(x, state, into, room, self._anew(number, k, piece))
+            run(x, state, into, room, self._anew(number, k, span))
             if emits and not direct:
                 y.copy_(into.flip(0) if number else into)
             del x, into  # before the next ones are made
 
     def _follow(
         self,
-        tape: _Held | None,
+        tape: _LayerTape | None,
         inputs: Inputs,
         number: int,
-        piece: Piece,
+        span: Span,
         weights: Weights,
         state: Tensors,
     ) -> Kept | None:
-        """Move a top layer's state from before a piece to after it, when its outputs exist already.
+        """Move a top layer's state from before a span to after it, when its outputs exist already.
 
         No recurrence of h is run. Return an LSTM's gates, which its c needs; None for other layers.
         """
         h, *c = state
         if not c:
-            h.copy_(self._output(inputs, number, piece)[0 if number else -1])
+            h.copy_(self._output(inputs, number, span)[0 if number else -1])
             return None
         assert self.recall is not None
-        after = self._read(self._output(inputs, number, piece), number)
+        after = self._read(self._output(inputs, number, span), number)
         before = torch.cat([h.unsqueeze(0), after[:-1]])
         h.copy_(after[-1])
-        resets = self._anew(number, self.count - 1, piece)
+        resets = self._anew(number, self.count - 1, span)
         if resets is not None:
             resets.enter(slice(None), before)
-        x = self._given(tape, inputs, number, self.count - 1, piece)
+        x = self._given(tape, inputs, number, self.count - 1, span)
         return self.recall(weights, x, before, *c, resets)
 
-    def _backpropagate(self, tape: _Held, gradients: Gradients, number: int, g: Tensor) -> None:
+    def _backpropagate(
+        self, tape: _LayerTape, gradients: Gradients, number: int, g: Tensor
+    ) -> None:
         """Backpropagate a track; g (layers, B, n) goes from after the range to before it."""
-        pieces = self._pieces(number, tape.start, tape.stop)
+        spans = self._pieces(number, tape.start, tape.stop)
         totals = self._totals(number, gradients.parameters)
         options: Any = {"chunk": self.chunk, "at_once": self.at_once}
         options["resets"] = self.resets is not None
@@ -272,98 +274,98 @@ class HeldLayers(Core):
         ]
         (total_dx,), (seeds,) = gradients.inputs, gradients.outputs
         read = cast(Inputs, gradients.read)
-        while pieces:
-            piece = pieces.pop()
-            dy = None if seeds is None else self._columns(seeds, number, piece)
+        while spans:
+            span = spans.pop()
+            dy = None if seeds is None else self._columns(seeds, number, span)
             if dy is not None and number:
                 dy = dy.flip(0)
-            into = None if total_dx is None else self._rows(total_dx, piece)
+            into = None if total_dx is None else self._rows(total_dx, span)
             for k in reversed(range(self.count)):
-                block = self._block(tape, read, number, k, piece, pieces)
+                block = self._block(tape, read, number, k, span, spans)
                 dx = into if k == 0 and (into is None or self._writes(into)) else _room(block.x)
-                at = g[k, : piece.samples]
+                at = g[k, : span.samples]
                 at.copy_(passes[k].add(block, dy, at, dx))
                 del block  # before the next one is made
-                dy = self._dropped(dx, k, piece) if k and dx is not None else dx
+                dy = self._dropped(dx, k, span) if k and dx is not None else dx
             if dx is not None and into is not None and dx is not into:
-                dx = self._dropped(dx.flip(0) if number else dx, 0, piece)
+                dx = self._dropped(dx.flip(0) if number else dx, 0, span)
                 _ = into.add_(dx) if number else into.copy_(dx)
         for one in passes:
             one.finish()
         tape.below.clear()
 
     def _block(
-        self, tape: _Held, read: Inputs, number: int, k: int, piece: Piece, earlier: list[Piece]
+        self, tape: _LayerTape, read: Inputs, number: int, k: int, span: Span, earlier: list[Span]
     ) -> Block:
-        """Return a piece in the form that its backward pass needs."""
+        """Return a span in the form that its backward pass needs."""
         own = number * self.count + k
-        after = self._states(tape, read, number, k, piece)
-        entering = tape.first[0][own, : piece.samples]
+        after = self._states(tape, read, number, k, span)
+        entering = tape.first[0][own, : span.samples]
         if earlier:
             end = earlier[-1].start if number else earlier[-1].stop - 1
-            last = self._states(tape, read, number, k, Piece(end, end + 1, earlier[-1].samples))[0]
-            entering = torch.cat([last[: piece.samples], entering[len(last) :]])
+            last = self._states(tape, read, number, k, Span(end, end + 1, earlier[-1].samples))[0]
+            entering = torch.cat([last[: span.samples], entering[len(last) :]])
         before = torch.cat([entering.unsqueeze(0), after[:-1]])
-        c = tape.marks.pop((number, k, piece), None)
-        kept = tape.kept.pop((number, k, piece), None)
-        x, resets = self._given(tape, read, number, k, piece), self._anew(number, k, piece)
+        c = tape.marks.pop((number, k, span), None)
+        kept = tape.kept.pop((number, k, span), None)
+        x, resets = self._given(tape, read, number, k, span), self._anew(number, k, span)
         if resets is not None:
             resets.enter(slice(None), before)
         return Block(x, before, after, c, kept, resets).cast(self.real)
 
-    def _anew(self, number: int, k: int, piece: Piece) -> Resets | None:
-        """Return where the samples of a piece begin anew, in the order of a track."""
+    def _anew(self, number: int, k: int, span: Span) -> Resets | None:
+        """Return where the samples of a span begin anew, in the order of a track."""
         if self.resets is None:
             return None
-        starts = self._rows(self.resets.starts[number], piece)[..., 0]
+        starts = self._rows(self.resets.starts[number], span)[..., 0]
         starts = (starts.flip(0) if number else starts).contiguous()
-        own = number * self.count + k, slice(piece.samples)
+        own = number * self.count + k, slice(span.samples)
         entries = self.resets.entries
         into = entries if self.to_entries is None else self.to_entries
         return Resets(starts, entries[own], into[own])
 
-    def _states(self, tape: _Held, inputs: Inputs, number: int, k: int, piece: Piece) -> Tensor:
-        """Return h after every step of a piece (L, n, H)."""
+    def _states(self, tape: _LayerTape, inputs: Inputs, number: int, k: int, span: Span) -> Tensor:
+        """Return h after every step of a span (L, n, H)."""
         if k < self.count - 1:
-            return self._below(tape, k, piece)
-        return self._read(self._output(inputs, number, piece), number)
+            return self._below(tape, k, span)
+        return self._read(self._output(inputs, number, span), number)
 
-    def _pieces(self, number: int, start: int, stop: int) -> list[Piece]:
-        """Return the pieces of a range, in the order in which a track runs them.
+    def _pieces(self, number: int, start: int, stop: int) -> list[Span]:
+        """Return the spans of a range, in the order in which a track runs them.
 
-        A new piece begins where gates begin to be kept.
+        A new span begins where gates begin to be kept.
         """
         edge = self.kept if number else self.rows.length - self.kept
         bounds = [start, *([edge] if start < edge < stop else []), stop]
-        pieces = [
-            piece
+        spans = [
+            span
             for a, b in pairwise(bounds)
-            for piece in cut(a, b, self.block, self.batch, self.sizes)
+            for span in cut(a, b, self.block, self.batch, self.sizes)
         ]
-        return pieces[::-1] if number else pieces
+        return spans[::-1] if number else spans
 
-    def _keeps(self, tape: _Held, number: int, k: int, piece: Piece) -> bool:
-        """Return whether the gates of a piece are kept.
+    def _keeps(self, tape: _LayerTape, number: int, k: int, span: Span) -> bool:
+        """Return whether the gates of a span are kept.
 
-        They are kept for the last steps of each track. A recorded range of one piece that is only a
+        They are kept for the last steps of each track. A recorded range of one span that is only a
         part of all steps keeps those of its top layer, which is backpropagated next.
         """
         if self.kind != "LSTM" or self.forward is None:
             return False
-        if len(piece) == tape.stop - tape.start < self.rows.length:
+        if len(span) == tape.stop - tape.start < self.rows.length:
             return k == self.count - 1
-        return piece.stop <= self.kept if number else piece.start >= self.rows.length - self.kept
+        return span.stop <= self.kept if number else span.start >= self.rows.length - self.kept
 
-    def _rows(self, t: Tensor, piece: Piece) -> Tensor:
-        """Return a piece's rows of a tensor over all steps (L, n, …), in the order of the steps."""
+    def _rows(self, t: Tensor, span: Span) -> Tensor:
+        """Return a span's rows of a tensor over all steps (L, n, …), in the order of the steps."""
         if self.sizes is None:
-            return t[piece.start : piece.stop]
-        rows = t[self.rows.offsets[piece.start] : self.rows.offsets[piece.stop]]
-        return rows.view(len(piece), piece.samples, -1)
+            return t[span.start : span.stop]
+        rows = t[self.rows.offsets[span.start] : self.rows.offsets[span.stop]]
+        return rows.view(len(span), span.samples, -1)
 
-    def _columns(self, t: Tensor, number: int, piece: Piece) -> Tensor:
-        """Return a piece's rows for one track, from a tensor that has the tracks side by side."""
-        return self._rows(t, piece)[..., number * self.size : (number + 1) * self.size]
+    def _columns(self, t: Tensor, number: int, span: Span) -> Tensor:
+        """Return a span's rows for one track, from a tensor that has the tracks side by side."""
+        return self._rows(t, span)[..., number * self.size : (number + 1) * self.size]
 
     def _read(self, t: Tensor, number: int) -> Tensor:
         """Return a tensor in contiguous memory, with its steps in the order of a track.
@@ -379,37 +381,37 @@ class HeldLayers(Core):
         return alike and not (self.net.both or drops)
 
     def _given(
-        self, tape: _Held | None, inputs: Inputs, number: int, k: int, piece: Piece
+        self, tape: _LayerTape | None, inputs: Inputs, number: int, k: int, span: Span
     ) -> Tensor:
-        """Return a layer's inputs for a piece (L, n, I), in the order in which its track runs them.
+        """Return a layer's inputs for a span (L, n, I), in the order in which its track runs them.
 
         Those of the lowest layer need no tape.
         """
         if k == 0:
-            (x,) = cast(Held, inputs).tensors
-            x = self._dropped(self._rows(x.detach(), piece), 0, piece)
+            (x,) = cast(InMemory, inputs).tensors
+            x = self._dropped(self._rows(x.detach(), span), 0, span)
             return (x.flip(0) if number else x).contiguous()
         assert tape is not None
-        return self._dropped(self._below(tape, k - 1, piece), k, piece)
+        return self._dropped(self._below(tape, k - 1, span), k, span)
 
-    def _below(self, tape: _Held, k: int, piece: Piece) -> Tensor:
+    def _below(self, tape: _LayerTape, k: int, span: Span) -> Tensor:
         """Return the outputs of a layer that is not the top one (L, n, H)."""
-        at = [self._offset(t) - self._offset(tape.start) for t in (piece.start, piece.stop)]
-        return tape.below[k][at[0] : at[1]].view(len(piece), piece.samples, -1)
+        at = [self._offset(t) - self._offset(tape.start) for t in (span.start, span.stop)]
+        return tape.below[k][at[0] : at[1]].view(len(span), span.samples, -1)
 
     def _offset(self, step: int) -> int:
         """Return the row at which a step begins."""
         return step * self.batch if self.sizes is None else self.rows.offsets[step]
 
-    def _output(self, inputs: Inputs, number: int, piece: Piece) -> Tensor:
-        """Return a view of the outputs of a piece (L, n, H), in the order of the steps."""
-        return self._columns(cast(Held, inputs).outputs[0], number, piece)
+    def _output(self, inputs: Inputs, number: int, span: Span) -> Tensor:
+        """Return a view of the outputs of a span (L, n, H), in the order of the steps."""
+        return self._columns(cast(InMemory, inputs).outputs[0], number, span)
 
-    def _dropped(self, x: Tensor, k: int, piece: Piece) -> Tensor:
+    def _dropped(self, x: Tensor, k: int, span: Span) -> Tensor:
         """Apply dropout to a layer's input, or to that input's gradient."""
         if self.masks is None or not (k or self.masks.first):
             return x
-        steps = torch.arange(piece.start, piece.stop, device=x.device)
+        steps = torch.arange(span.start, span.stop, device=x.device)
         return self.masks(x.contiguous(), k, steps)
 
     def _totals(self, number: int, parameters: list[Tensor | None]) -> list[dict[str, Tensor]]:

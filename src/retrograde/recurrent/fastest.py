@@ -28,7 +28,7 @@ from retrograde.sizes.footprint import footprint, measured_for
 from retrograde.units import Memory
 
 
-class _Costs(NamedTuple):
+class _KernelCosts(NamedTuple):
     """The nominal costs of a kernel, by the names above; rates in operations per microsecond."""
 
     step: float
@@ -43,15 +43,15 @@ class _Costs(NamedTuple):
 # These include what the executor adds to a call: some 40 µs to advance, and 130 µs to record and to
 # backpropagate.
 _CPU = {
-    "LSTM": _Costs(step=1.2, rate=1.6e5, backward=2.2, call=130, record=500),
-    "GRU": _Costs(step=14, rate=1.1e5, backward=3.0, call=70, record=300),
-    "RNN": _Costs(step=5, rate=1.1e5, backward=3.0, call=70, record=260),
-    "compiled": _Costs(
+    "LSTM": _KernelCosts(step=1.2, rate=1.6e5, backward=2.2, call=130, record=500),
+    "GRU": _KernelCosts(step=14, rate=1.1e5, backward=3.0, call=70, record=300),
+    "RNN": _KernelCosts(step=5, rate=1.1e5, backward=3.0, call=70, record=260),
+    "compiled": _KernelCosts(
         step=0.2, rate=1.35e5, backward=2.0, call=130, record=600, weight=9e-4, weighed=5e-3
     ),
 }
 # These are not measured. On a GPU launches cost time, and arithmetic hardly does.
-_CUDA = _Costs(step=5, rate=2e7, backward=2.0, call=100, record=400)
+_CUDA = _KernelCosts(step=5, rate=2e7, backward=2.0, call=100, record=400)
 
 
 class Candidate(NamedTuple):

@@ -51,7 +51,7 @@ def run(
 
 
 class LayerForward:
-    """The forward pass of a layer, in pieces of at most ``block`` rows.
+    """The forward pass of a layer, in spans of at most ``block`` rows.
 
     torch's own kernel runs it if ``make`` is None.
     """

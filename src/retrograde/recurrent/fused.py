@@ -15,8 +15,8 @@ from torch import Tensor
 from retrograde.plan.fit import in_one_range
 from retrograde.recurrent.core import HeldLayers
 from retrograde.recurrent.dropout import Dropout
-from retrograde.recurrent.pieces import scan_lengths, sequential_block
 from retrograde.recurrent.plan import HeldPlan
+from retrograde.recurrent.spans import scan_lengths, sequential_block
 from retrograde.recurrent.vendor import Kernel, Layers, one_by_one, run_alive, run_torch
 from retrograde.replay.surroundings import Ambient
 from retrograde.replay.trees import Tensors

@@ -1,13 +1,13 @@
-"""The fastest way to run held layers: the length of a piece, and the steps that keep their gates.
+"""The fastest way to run held layers: the length of a span, and the steps that keep their gates.
 
 If the caller holds the outputs and the sequences between layers fit, every step runs forward at
-most twice. The second run computes all steps of a piece by one matrix product. So the plan is a
-closed form. Pieces are as long as the cache and the budget allow. The rest of the budget keeps
+most twice. The second run computes all steps of a span by one matrix product. So the plan is a
+closed form. Spans are as long as the cache and the budget allow. The rest of the budget keeps
 gates, each of which saves a recomputation. If the sequences between layers, or an LSTM's marks, do
 not fit, ranges of steps are planned as for any other core.
 
 Plans that fit are compared by nominal time. That is operations at the rate of a machine with two
-cores, plus the costs of pieces, calls and single steps. No clock is read, so a budget gives one
+cores, plus the costs of spans, calls and single steps. No clock is read, so a budget gives one
 plan.
 """
 
@@ -22,7 +22,7 @@ from retrograde.kernels.cells import GATES
 from retrograde.plan.fit import Curve, Fit, Footprint, fit, refusal, whole_fit
 from retrograde.plan.steps.closed_form import hsm_cost
 from retrograde.recurrent.bytes import Layer, Means
-from retrograde.recurrent.pieces import Sequences
+from retrograde.recurrent.spans import Sequences
 from retrograde.sizes.footprint import HEAP_BYTES
 from retrograde.units import Memory, as_bytes, asks_for_all
 
@@ -33,7 +33,7 @@ _CALL_STEPS, _RECORD_STEPS = 5.0, 15.0
 # per number of a gate, for its elementwise work. ``_CALL`` is microseconds per call that runs a
 # range.
 _RATE, _ELEMENT, _CALL = 1.35e5, 2.5e-3, 100.0
-# Microseconds for a piece of a layer, and for each of its weights. The key says whether one loop
+# Microseconds for a span of a layer, and for each of its weights. The key says whether one loop
 # runs the backward pass, which sums the gradients of weights separately.
 _PIECE: dict[bool, tuple[float, float]] = {True: (180.0, 3e-4), False: (230.0, 1.1e-3)}
 # Microseconds for a step by BLAS in one direction, and for each hidden weight, which is not laid
@@ -46,7 +46,7 @@ _THREAD_ROWS = 128  # the most rows that a thread of a backward pass buffers
 
 @dataclass(frozen=True)
 class HeldPlan:
-    """How held layers run: in pieces of ``block`` rows, with gates kept for the last steps.
+    """How held layers run: in spans of ``block`` rows, with gates kept for the last steps.
 
     ``kept`` is the number of those steps in each track. ``onward`` runs all layers forward.
     ``back`` names what backpropagates each layer, from the lowest up; if it is empty, loops
@@ -72,7 +72,7 @@ class Planner:
 
     Attributes:
         layers: in one direction they are one recurrence; in two, each is a recurrence of its own.
-        most: the rows of a piece that the cache allows.
+        most: the rows of a span that the cache allows.
         extra: bytes that may be added at any moment.
         copied: bytes of weights that are copied into the vendor's layout.
         gradient_copy: bytes per step that torch's own pass takes in addition.
@@ -96,7 +96,7 @@ class Planner:
         for block in self._blocks(lengths, certain=True)[-2::-1]:
             peak = self.peak(lengths, replace(plan, block=block))
             if peak > 1.1 * least:
-                break  # fewer marks, but more for a piece than they take
+                break  # fewer marks, but more for a span than they take
             least = min(least, peak)
         if not self._both:
             least = min(least, self._footprint(plan, lengths, 1).minimum_bytes())
@@ -129,7 +129,7 @@ class Planner:
         return self._fastest(lengths, budget, told)
 
     def _blocks(self, lengths: Sequences, *, certain: bool = False) -> list[int]:
-        """Return the lengths of a piece to try, in rows, the longest first; the last is one step.
+        """Return the lengths of a span to try, in rows, the longest first; the last is one step.
 
         The lengths at which the vendor's forward pass was measured are among them. If the bytes
         must be ``certain``, there are no others.
@@ -173,7 +173,7 @@ class Planner:
         """
         layer, best, least = self.layers[0], None, inf
         blocks = self._blocks(lengths)
-        if layer.loops:  # no pieces needed for the cache
+        if layer.loops:  # no spans needed for the cache
             whole = self._keeping(lengths, HeldPlan(lengths.length * layer.batch), budget)
             if whole is not None and not self._again(lengths, whole):
                 return whole, self._told(lengths, whole, told)
@@ -186,7 +186,7 @@ class Planner:
                     if time < least:
                         best, least = plan, time
             if best is not None and best.block == blocks[0]:
-                break  # no other means allows longer pieces
+                break  # no other means allows longer spans
         if best is not None:
             return best, self._told(lengths, best, told)
         return self._in_ranges(lengths, blocks, budget, told)
@@ -216,7 +216,7 @@ class Planner:
     ) -> tuple[HeldPlan, Fit]:
         """Return a plan in ranges of steps.
 
-        First the means and the length of a piece are chosen, by nominal time. For this, ranges have
+        First the means and the length of a span are chosen, by nominal time. For this, ranges have
         equal length and Revolve decides which of them are recomputed. Then the ranges themselves
         are planned.
         """
@@ -253,14 +253,14 @@ class Planner:
     def _time_in_ranges(
         self, lengths: Sequences, plan: HeldPlan, budget: int, sizes: Footprint
     ) -> float:
-        """Return the least nominal microseconds of a plan, over ranges of 1, 2, 4, … pieces.
+        """Return the least nominal microseconds of a plan, over ranges of 1, 2, 4, … spans.
 
         Only what depends on the plan is counted. If recomputed steps have a single layer, products
         follow its outputs. If they have several layers, all but the top one run step by step. If a
-        range has several pieces, the gates of most are computed again.
+        range has several spans, the gates of most are computed again.
         """
         lstm, length, best = self.layers[0].kind == "LSTM", lengths.length, inf
-        steps = piece = max(1, plan.block // self.layers[0].batch)
+        steps = span = max(1, plan.block // self.layers[0].batch)
         weights = sum(4 * one.size * (one.size + one.width) for one in self.layers)
         while (room := budget - sizes.overhead_bytes(min(steps, length))) >= 0:
             ranges = -(-length // steps)
@@ -270,7 +270,7 @@ class Planner:
                 onward += more
                 again += lstm
             elif lstm:
-                again += more + (steps > piece)
+                again += more + (steps > span)
             calls = (runs + ranges) * (_CALL * len(self.layers) + 1e-3 * weights)
             time = self._pass_time(lengths, plan, onward=onward, again=again) + calls
             best, steps = min(best, time), 2 * steps
@@ -286,14 +286,14 @@ class Planner:
         ``onward`` counts forward passes step by step. ``again`` is the share of gates that products
         recompute.
         """
-        pieces, total = lengths.pieces(plan.block), 0.0
+        spans, total = lengths.spans(plan.block), 0.0
         for layer in self._run_by(plan)[0]:
             size, gates = layer.size, GATES[layer.kind]
             weights = gates * size * (size + layer.width)
             step = _STEP + _STEP_WEIGHT * gates * size**2
             run = 2 * weights * lengths.rows / _RATE + _ELEMENT * lengths.rows * gates * size
             each, of_weight = _PIECE[layer.loops]
-            total += (again + onward - 1) * run + pieces * (each + of_weight * weights)
+            total += (again + onward - 1) * run + spans * (each + of_weight * weights)
             if plan.onward == "blas":
                 total += onward * lengths.length * step
             if layer.back == "blas":
@@ -318,7 +318,7 @@ class Planner:
     def _footprint(self, plan: HeldPlan, lengths: Sequences, ordinary: int) -> Footprint:
         """Return the bytes of ranges of steps, for any schedule over them.
 
-        A range of one piece keeps the gates of its top layer. A longer range recomputes them in its
+        A range of one span keeps the gates of its top layer. A longer range recomputes them in its
         backward pass.
         """
         (layers,) = self._run_by(plan)
@@ -330,14 +330,14 @@ class Planner:
             return without(steps) + top.gates(min(steps, most) * top.batch)
 
         def without(steps: int) -> int:
-            pieces = 1 if steps <= most else steps // most + 1
-            return step * steps + sum(one.mark(pieces) for one in layers) + state
+            spans = 1 if steps <= most else steps // most + 1
+            return step * steps + sum(one.mark(spans) for one in layers) + state
 
         def record(steps: int) -> int:
             return max(without(steps) + forward, held(steps) + keeping)
 
-        later = max(one.piece(block, kept=False) for one in layers) - top.gates(block)
-        work = max(*(one.piece(block, kept=True) for one in layers), later)
+        later = max(one.span(block, kept=False) for one in layers) - top.gates(block)
+        work = max(*(one.span(block, kept=True) for one in layers), later)
         work += sum(one.fixed(block) for one in layers)
         along, rows = top.along(block), top.pass_rows(block)
         forward, keeping = (
@@ -382,22 +382,22 @@ class Planner:
         """Return the peak bytes of a call, by the number of steps that keep their gates.
 
         There is a peak while gates are kept, and a later one. Gates are kept until the backward
-        pass has passed their pieces.
+        pass has passed their spans.
         """
         nets, both = self._run_by(plan), self._both
         layers = [one for net in nets for one in net]
         rows = threads = lengths.largest(plan.block)
-        pieces = lengths.pieces(plan.block) + 1  # one more begins where gates begin to be kept
-        held = sum(one.mark(pieces) + one.below(lengths.rows) + 2 * one.state for one in layers)
+        spans = lengths.spans(plan.block) + 1  # one more begins where gates begin to be kept
+        held = sum(one.mark(spans) + one.below(lengths.rows) + 2 * one.state for one in layers)
         held += self._between(lengths) + self.extra + self.copied
         if lengths.offsets is not None:  # with fewer sequences a thread may have more rows
             threads = max(rows, min(plan.block, _THREAD_ROWS))
             held += held // 64 + _THREAD_ROWS * layers[0].item
 
         def backward(*, kept: bool) -> int:
-            pieces = [max(one.piece(rows, kept=kept) for one in net) for net in nets]
+            spans = [max(one.span(rows, kept=kept) for one in net) for net in nets]
             fixed = [sum(one.fixed(threads) for one in net) for net in nets]
-            return max(map(int.__add__, pieces, fixed))
+            return max(map(int.__add__, spans, fixed))
 
         forward = max(one.forward(rows, one.pass_rows(rows)) for one in layers)
         keeping = forward

@@ -31,8 +31,8 @@ from retrograde.recurrent.fastest import candidate, fit_measured, footprints
 from retrograde.recurrent.forward import forward_bytes, forward_curve
 from retrograde.recurrent.fused import Fused, has_slopes, held_plan, run_held
 from retrograde.recurrent.ordinary_memory import Ordinary, measure_ordinary, measure_whole
-from retrograde.recurrent.pieces import Sequences
 from retrograde.recurrent.plan import HeldPlan, Planner, ordinary_fit
+from retrograde.recurrent.spans import Sequences
 from retrograde.recurrent.vendor import Kernel, copied_bytes, is_too_long, laid_out, run_torch
 from retrograde.recurrent.weights import stand_ins
 from retrograde.replay.trees import Tensors

@@ -40,10 +40,10 @@ class Layout(Protocol):
         """Return the leaves of a call, or of several."""
         ...
 
-    def read(self, tensors: Tensors, outputs: Sequence[Tensor] = ()) -> "Held":
+    def read(self, tensors: Tensors, outputs: Sequence[Tensor] = ()) -> "InMemory":
         """Return the inputs of all steps, for the executor. ``outputs`` are those that a core
         writes itself, and reads again."""
-        return Held(self, tensors, outputs)
+        return InMemory(self, tensors, outputs)
 
     def allocate(self, values: Tensors) -> Tensors:
         """Allocate the outputs of all steps, given those of one call."""
@@ -75,7 +75,7 @@ class Layout(Protocol):
 
 
 @dataclass(frozen=True)
-class Held(Inputs):
+class InMemory(Inputs):
     """The leaves of every call, cut from tensors in memory."""
 
     layout: Layout
@@ -292,13 +292,13 @@ class Ragged(Layout):
 
 
 @dataclass(frozen=True)
-class Blocks(Layout):
+class InBlocks(Layout):
     """Neighbouring steps in blocks of ``size``, of which a call runs one; the last may be shorter.
 
     ``steps`` is the layout of the steps of a block.
 
     Example:
-        >>> layout = Blocks(Straight(7, fused=False), 7, 3)
+        >>> layout = InBlocks(Straight(7, fused=False), 7, 3)
         >>> read = layout.read([torch.arange(7)])
         >>> len(read), [read[k][0].tolist() for k in range(3)]
         (3, [[0, 1, 2], [3, 4, 5], [6]])

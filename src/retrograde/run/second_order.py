@@ -34,12 +34,12 @@ class Gate:
     def __call__(self, tensors: Tensors) -> Tensors:
         """Return the same values, which pass no gradient on while the gate is closed."""
         return [
-            _Pass.apply(self, t) if t.requires_grad else t  # type: ignore[no-untyped-call]
+            _Differentiable.apply(self, t) if t.requires_grad else t  # type: ignore[no-untyped-call]
             for t in tensors
         ]
 
 
-class _Pass(torch.autograd.Function):
+class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Gate, t: Tensor) -> Tensor:
         ctx.gate = gate

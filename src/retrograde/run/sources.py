@@ -3,8 +3,8 @@
 A schedule runs most steps more than once, so every source is read again, and must return the same
 values. There are four kinds:
 
-- Tensors with time first (:class:`Arrays`): a range is a slice.
-- Other arrays with time first, such as a memory map (:class:`Arrays` too): they are copied into
+- Tensors with time first (:class:`TimeFirst`): a range is a slice.
+- Other arrays with time first, such as a memory map (:class:`TimeFirst` too): they are copied into
   tensors as they are read.
 - A function of the step, or anything that is indexed by it (:class:`Steps`): a range is put
   together step by step.
@@ -75,7 +75,7 @@ def open_source(inputs: Any, length: SupportsIndex | None, device: torch.device)
     steps = None if length is None else _whole(length)
     source: Source
     if all(_is_array(leaf) for leaf in pytree.tree_leaves(inputs) if leaf is not None):
-        source = Arrays.of(inputs, steps)
+        source = TimeFirst.of(inputs, steps)
     else:
         source = Steps(_reader(inputs, device), _told(steps, inputs), device)
     return source if device.type == "cpu" else Moved(source, device)
@@ -100,7 +100,7 @@ def _reader(inputs: Any, device: torch.device) -> Callable[[int], Any]:
 
 
 @dataclass(frozen=True)
-class Arrays:
+class TimeFirst:
     """Tensors, or other objects with a shape, a dtype and slices, with time first."""
 
     leaves: list[Any]
@@ -112,7 +112,7 @@ class Arrays:
         return [t if isinstance(t, Tensor) and t.requires_grad else None for t in self.leaves]
 
     @classmethod
-    def of(cls, inputs: Any, length: int | None) -> "Arrays":
+    def of(cls, inputs: Any, length: int | None) -> "TimeFirst":
         """Make the source from a pytree, of which the first ``length`` steps are used."""
         stand_in = torch.empty(0, device="cpu")
         shape = pytree.tree_map(lambda leaf: None if leaf is None else stand_in, inputs)

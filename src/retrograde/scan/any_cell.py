@@ -22,13 +22,13 @@ from retrograde.kernels.sweep import carry, trusted
 from retrograde.replay.trees import Tensors
 
 #: Maps the flat inputs and state of one step to its flat outputs and state.
-Step = Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]
+StepFunction = Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]
 
 _BLOCK_BYTES = 64 * 2**20  # for the Jacobians of a block
 
 
 def run_cell(
-    step: Step, parameters: Sequence[Tensor], inputs: Tensors, state: Tensors, chunk: int
+    step: StepFunction, parameters: Sequence[Tensor], inputs: Tensors, state: Tensors, chunk: int
 ) -> tuple[Tensors, Tensors]:
     """Run a cell over a sequence; a scan computes its gradient.
 
@@ -64,7 +64,7 @@ def run_cell(
 class _Cell(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, step: Step, chunk: int, counts: tuple[int, int], *tensors: Tensor
+        ctx: Any, step: StepFunction, chunk: int, counts: tuple[int, int], *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.step, ctx.chunk, ctx.counts = step, chunk, counts
@@ -107,7 +107,7 @@ class _Backward:
     """One backward pass: gradients of inputs and parameters, summed over blocks of steps."""
 
     def __init__(
-        self, step: Step, chunk: int, inputs: Tensors, states: Tensors, parameters: Tensors
+        self, step: StepFunction, chunk: int, inputs: Tensors, states: Tensors, parameters: Tensors
     ) -> None:
         self.step, self.chunk, self.inputs, self.states = step, chunk, inputs, states
         self.parameters = parameters
@@ -175,7 +175,7 @@ def _flat(parts: Sequence[Tensor], samples: int) -> Tensor:
     return torch.cat([p.reshape(samples, -1) for p in parts], -1)
 
 
-def _check_independent(step: Step, x: Tensors, state: Tensors) -> None:
+def _check_independent(step: StepFunction, x: Tensors, state: Tensors) -> None:
     """Refuse a cell whose samples depend on one another, before any work is done."""
     others = [0.5 * t + 0.1 if t.is_floating_point() else t for t in (*x, *state)]
     both = [torch.cat([t, other]) for t, other in zip((*x, *state), others, strict=True)]

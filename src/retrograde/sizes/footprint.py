@@ -19,7 +19,7 @@ from retrograde.replay.trees import Tensors
 from retrograde.run.autograd_core import AutogradCore
 from retrograde.run.core import Core, Emit, Gradients, Tape
 from retrograde.run.inputs import Inputs
-from retrograde.run.layout import Blocks, Held, Straight
+from retrograde.run.layout import InBlocks, InMemory, Straight
 from retrograde.run.states import like_of
 from retrograde.schedule import Advance, Record, Schedule
 from retrograde.sizes.allocations import measure, measure_phases
@@ -103,7 +103,7 @@ def footprint(
         if [*map(like_of, begins)] != [*map(like_of, state)]:
             more = _measure_range(core, inputs, begins, 1).above(points[1])
         single, blocks = inputs, None
-        if isinstance(inputs, Held) and isinstance(inputs.layout, Blocks):
+        if isinstance(inputs, InMemory) and isinstance(inputs.layout, InBlocks):
             single, blocks = inputs.layout.steps.read(inputs.tensors), inputs.layout
         trial = _first_step_bytes(core, single, begins)
         stored = 0 if core.fused else _stored_bytes(core, inputs, state)

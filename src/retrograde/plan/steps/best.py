@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from retrograde.errors import ScheduleError
 from retrograde.plan.steps.mixed import Mixed
 from retrograde.plan.steps.tables import MOST_SUMS, Tables, lower_bound, sums
-from retrograde.plan.steps.unfold import Parts
+from retrograde.plan.steps.unfold import Segments
 from retrograde.schedule import Schedule, Units
 
 _MOST_LEVELS = 20_000  # units of memory, for a bound
@@ -35,19 +35,19 @@ _Ints = NDArray[np.int64]
 def best_schedule(length: int, memory: int, units: Units, policy: str) -> Schedule:
     """Return the cheapest schedule of ``"msm"`` or ``"best"``, in the longest ranges. ``memory`` is
     in the unit of the sizes. ScheduleError where ``"msm"`` needs too large a table."""
-    parts, held = Parts(), True
+    segments, held = Segments(), True
     if memory >= _enough(length, units):
-        root, bound = parts.add(0, length), length
+        root, bound = segments.add(0, length), length
     elif form := closed_form(memory, units, policy):
-        root, bound = form.schedule(length, parts), form.cost(length)
+        root, bound = form.schedule(length, segments), form.cost(length)
     elif table := _table(length, memory, units, policy):
         room = memory // _divisor(units)
-        (root, held), bound = table.schedule(length, room, parts), int(table.cost(length, room))
+        (root, held), bound = table.schedule(length, room, segments), int(table.cost(length, room))
     elif policy == "best":
         return _rounded(length, memory, units)
     else:
         raise _too_large(length, memory, units)
-    return parts.schedule(
+    return segments.schedule(
         root, length=length, policy=policy, memory=memory, units=units, bound=bound, held=held
     )
 
@@ -109,7 +109,7 @@ def _scaled(units: Units, unit: int) -> Units:
 
 def _rounded(length: int, memory: int, units: Units) -> Schedule:
     """Return the cheaper of two schedules with sizes rounded up. Their unit is a hidden state, for
-    the closed form, or a part of it, the part that fits best of those with small tables."""
+    the closed form, or a segment of it, the segment that fits best of those with small tables."""
     state, alpha, beta = units.state, units.alpha, units.beta
 
     def up(k: int) -> Units:

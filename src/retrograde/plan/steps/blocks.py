@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from retrograde.plan.steps.mixed import Mixed
-from retrograde.plan.steps.unfold import Parts
+from retrograde.plan.steps.unfold import Segments
 from retrograde.schedule import Schedule, Units, Verb
 
 
@@ -36,24 +36,24 @@ class Blocks:
         others = self.count - 1
         return (Mixed(self.memory - 1, self.held).cost(others) - others) * self.steps
 
-    def plan(self, parts: Parts) -> tuple[int, int, int]:
-        """Add the parts of the cheapest schedule of blocks. Returns the number of the whole, the
+    def plan(self, segments: Segments) -> tuple[int, int, int]:
+        """Add the segments of the cheapest schedule of blocks. Returns the number of the whole, the
         forward steps, and the calls that advance."""
         form, missing = Mixed(self.memory - 1, self.held), self.count * self.steps - self.length
-        root = form.schedule(self.count, parts)
-        first = parts.first_advances(root)  # all that run the first block but do not record it
+        root = form.schedule(self.count, segments)
+        first = segments.first_advances(root)  # all that run the first block but do not record it
         forward_steps = form.cost(self.count) * self.steps - missing * (len(first) + 1)
 
         def calls(blocks: int, missing: int = 0) -> int:
             return -(-(blocks * self.steps - missing) // self.chunk)
 
-        advances = parts.total(root, lambda row: calls(row[0]))
+        advances = segments.total(root, lambda row: calls(row[0]))
         return root, forward_steps, advances + sum(calls(a, missing) - calls(a) for a in first)
 
-    def schedule(self, parts: Parts, root: int, units: Units) -> Schedule:
+    def schedule(self, segments: Segments, root: int, units: Units) -> Schedule:
         """Return a schedule of blocks as one of steps. An advance is divided into chunks and a
         record or a backward into blocks, for each is a call."""
-        kind, starts, stops = parts.actions(root, self.count)
+        kind, starts, stops = segments.actions(root, self.count)
         bounds = self.length - self.steps * np.arange(self.count, -1, -1)
         bounds[0] = 0
         advances, backward = kind == Verb.ADVANCE, kind == Verb.BACKWARD

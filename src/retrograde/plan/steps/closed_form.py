@@ -9,7 +9,7 @@ HSM keeps hidden states. With m slots, the initial state included, and the worki
     C(t, m) = t + r·t − binom(m+r, m+1),
 
 which is Revolve (Griewank & Walther 2000) plus the t forward steps of the working core: no step is
-run more than r+1 times. A split y is optimal where both parts stay in range, that is where
+run more than r+1 times. A split y is optimal where both segments stay in range, that is where
 binom(m+r−2, m) ≤ y ≤ binom(m+r−1, m) and binom(m+r−2, m−1) ≤ t−y ≤ binom(m+r−1, m−1).
 
 ISM keeps internal states. With m slots, the working core included, and the initial state free,
@@ -19,17 +19,17 @@ ISM keeps internal states. With m slots, the working core included, and the init
 (eqs. 4, 5), and C_ISM(t, m) = C_HSM(t+1, m) − (t+1), with the splits of HSM at t+1. It is also MSM
 with all sizes 1, which :mod:`retrograde.plan.steps.mixed` unfolds.
 
-*Ties* of HSM break by the fewest actions. A part of one step takes two actions, ``Record`` and
-``Backward``; a longer one with k parts inside takes 4k. So t steps take 4(t−1) actions, and 2 for
-every part of one step.
+*Ties* of HSM break by the fewest actions. A segment of one step takes two actions, ``Record`` and
+``Backward``; a longer one with k segments inside takes 4k. So t steps take 4(t−1) actions, and 2
+for every segment of one step.
 
 A cost or a split takes a few binomials and is exact at any size. A schedule takes the distinct
-parts (a few for each slot and repetition) and the actions.
+segments (a few for each slot and repetition) and the actions.
 """
 
 from math import comb
 
-from retrograde.plan.steps.unfold import Part, Parts, check_size
+from retrograde.plan.steps.unfold import Segment, Segments, check_size
 
 
 def hsm_cost(length: int, memory: int) -> int:
@@ -47,11 +47,11 @@ def hsm_split(length: int, memory: int) -> int:
     """Return the largest D(t, m), position of the next stored state (G16 eq. 3), with fewest
     actions.
 
-    Fewest actions means fewest parts of one step. Let r be that of the module's docstring. There
-    are z = binom(m+r−2, r−1) such parts up to t = binom(m+r−1, m) + z, and one more for each later
-    step. Up to there, a part may take a second step for free; later steps are parts of their own.
-    By Pascal's rule z is the sum of both parts' z, so both use their free steps first.
-    """
+    Fewest actions means fewest segments of one step. Let r be that of the module's docstring. There
+    are z = binom(m+r−2, r−1) such segments up to t = binom(m+r−1, m) + z, and one more for each
+    later step. Up to there, a segment may take a second step for free; later steps are segments of
+    their own. By Pascal's rule z is the sum of both segments' z, so both use their free steps
+    first."""
     return split_of(length, memory, repetitions(length, memory))
 
 
@@ -71,9 +71,9 @@ def repetitions(length: int, memory: int) -> int:
 
 
 def split_of(length: int, memory: int, r: int) -> int:
-    """Return the :func:`hsm_split` of a part whose steps are run again r ≥ 1 times at most. The
-    part has binom(memory + r − 1, memory) to binom(memory + r, memory) steps, at least 2. Its left
-    part has r − 1 repetitions, its right part a slot less."""
+    """Return the :func:`hsm_split` of a segment whose steps are run again r ≥ 1 times at most. The
+    segment has binom(memory + r − 1, memory) to binom(memory + r, memory) steps, at least 2. Its
+    left segment has r − 1 repetitions, its right segment a slot less."""
     if r == 1:
         return 1
     least = _within(memory, r - 2)
@@ -90,27 +90,27 @@ def _within(m: int, r: int) -> int:
 
 
 def _free(m: int, r: int) -> int:
-    """Return the steps beyond the least that add no part of one step: binom(m+r−2, r−1)."""
+    """Return the steps beyond the least that add no segment of one step: binom(m+r−2, r−1)."""
     return comb(m + r - 2, r - 1) if m else 0
 
 
-def hsm_parts(length: int, memory: int, parts: Parts) -> int:
-    """Add the parts of HSM's schedule with the fewest actions; returns the number of the whole.
+def hsm_segments(length: int, memory: int, segments: Segments) -> int:
+    """Add the segments of HSM's schedule with the fewest actions; returns the number of the whole.
 
-    >>> parts = Parts()
-    >>> print(parts.schedule(hsm_parts(2, 1, parts), length=2, policy="hsm"))
+    >>> segments = Segments()
+    >>> print(segments.schedule(hsm_segments(2, 1, segments), length=2, policy="hsm"))
     store 0, advance 0→1, record 1→2, backward 2→1, load 0, record 0→1, backward 1→0, free 0
     """
     check_size(length, 4 * length)
 
-    def divide(part: tuple[int, int, int]) -> Part:
-        steps, slots, r = part  # and the most repetitions of a step after its first run
+    def divide(segment: tuple[int, int, int]) -> Segment:
+        steps, slots, r = segment  # and the most repetitions of a step after its first run
         if steps == 1:
-            return Part(0, 1)
+            return Segment(0, 1)
         y = split_of(steps, slots, r)
         left = (y, slots, r - 1)
         if steps - y == 1:  # state y is current when the last step runs, so it needs no slot
-            return Part(y, 1, None, left)
-        return Part(y, 0, (steps - y, slots - 1, r), left)
+            return Segment(y, 1, None, left)
+        return Segment(y, 0, (steps - y, slots - 1, r), left)
 
-    return parts.gather((length, memory, repetitions(length, memory)), divide)
+    return segments.gather((length, memory, repetitions(length, memory)), divide)

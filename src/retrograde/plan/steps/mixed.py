@@ -11,10 +11,10 @@ n + 1/w. With M = m − 1 and Q = ⌊M/β⌋, the steps at a marginal cost of at
 From T(n) down, the edges of slope n + 1/w have w·b steps each. Here b is binom(M−qβ+n−2, n−2), and
 w is qβ for q = 1 … Q, or q(β−1) − 1 where α = β. The edge of slope n is below them.
 
-*Schedule.* A part of t steps is divided by its slope x and its level M. Above level kβ, it stores a
-state for the part to its left, which has the slope x − 1. At level kβ it records, and k depends on
-x alone. Each level's number of steps is between two bounds. *Ties* break towards the left: each
-stored part is as long as its bounds allow, from the first on.
+*Schedule.* A segment of t steps is divided by its slope x and its level M. Above level kβ, it
+stores a state for the segment to its left, which has the slope x − 1. At level kβ it records, and k
+depends on x alone. Each level's number of steps is between two bounds. *Ties* break towards the
+left: each stored segment is as long as its bounds allow, from the first on.
 
 *Complexity*: a cost takes O(Q log t) binomials; a schedule, O(M·x) additions and its actions.
 """
@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrograde.errors import ScheduleError
-from retrograde.plan.steps.unfold import Part, Parts
+from retrograde.plan.steps.unfold import Segment, Segments
 
 _ANY = 1 << 62  # more than any w
 _MOST_CELLS = 2 * 10**7  # numbers of Python, some 36 bytes each
@@ -163,10 +163,10 @@ class Mixed:
             elif n > 2:  # α = β = 2 and q = 1: this edge is one slope higher
                 yield 2, comb(top - 3, n - 3)
 
-    def schedule(self, length: int, parts: Parts) -> int:
-        """Add the parts of a cheapest schedule; returns the number of the whole."""
+    def schedule(self, length: int, segments: Segments) -> int:
+        """Add the segments of a cheapest schedule; returns the number of the whole."""
         if length <= 1 + self.records:
-            return parts.add(0, length)
+            return segments.add(0, length)
         n, w = self.slope(length) if self.levels < _MOST_CELLS // 6 else (2, 0)
         cells = 2 * (self.levels + 1) * (n + 1)
         if cells > _MOST_CELLS:
@@ -175,11 +175,11 @@ class Mixed:
                 f"units of memory, expected at most {_MOST_CELLS}: plan blocks of steps, or count "
                 "memory in larger units"
             )
-        return parts.gather((0, self.levels, length, False), _Unfolding(self, n, w).divide)
+        return segments.gather((0, self.levels, length, False), _Unfolding(self, n, w).divide)
 
 
-# A part: how much less its slope is than the whole's, its level, its steps, and whether these are
-# too few for the slope.
+# A segment: how much less its slope is than the whole's, its level, its steps, and whether these
+# are too few for the slope.
 _Node = tuple[int, int, int, bool]
 
 
@@ -207,7 +207,7 @@ class _Steps:
         return self.rows[self.n - depth][level]
 
     def recorded(self, depth: int, level: int) -> int:
-        """Return k, the steps that a part of this level records after all that it stores."""
+        """Return k, the steps that a segment of this level records after all that it stores."""
         return min(self._most(self.n - depth), level // self.form.beta)
 
     def _most(self, slope: int) -> int:
@@ -220,21 +220,21 @@ class _Steps:
 
 
 class _Unfolding:
-    """How the parts of one schedule are divided."""
+    """How the segments of one schedule are divided."""
 
     def __init__(self, form: Mixed, n: int, w: int) -> None:
         self.form = form
         below, above = ((n, w), (n, w - 1)) if w else ((n - 1, 1), (n, _ANY))
         self.low, self.high = _Steps(form, *below), _Steps(form, *above)
 
-    def divide(self, node: _Node) -> Part:
-        """Divide a part, by the proof of proposition 5 in ``docs/science.md``."""
+    def divide(self, node: _Node) -> Segment:
+        """Divide a segment, by the proof of proposition 5 in ``docs/science.md``."""
         depth, level, steps, scant = node
         beta, wide = self.form.beta, self.form.wide
         if steps <= 1 + level // beta:
-            return Part(0, steps)
+            return Segment(0, steps)
         if level == 0 or steps == 2:  # the last step in the working core, and again
-            return Part(steps - 1, 1, None, (depth + 1, level, steps - 1, False))
+            return Segment(steps - 1, 1, None, (depth + 1, level, steps - 1, False))
         if scant:
             return self._divide_scant(depth, level, steps)
         low, high = self.low, self.high
@@ -244,7 +244,7 @@ class _Unfolding:
         most = high.at(depth + 1, level) if wide else 0
         if kept == high.recorded(depth, level):
             if not wide:
-                return Part(0, kept, (depth, 0, steps - kept, False))
+                return Segment(0, kept, (depth, 0, steps - kept, False))
         elif steps > 1 + most + high.at(depth, level - beta):
             # Two numbers of recorded steps are best at this slope, and the larger leaves too few.
             if steps >= low.at(depth + 1, level) + low.at(depth, level - 1):
@@ -254,15 +254,16 @@ class _Unfolding:
             return self._divide_scant(depth, level, steps)
         y = min(most, steps - 1 - low.at(depth, level - beta)) if wide else 0
         left = (depth + 1, level, y, False) if y else None
-        return Part(y, 1, (depth, level - beta, steps - 1 - y, False), left)
+        return Segment(y, 1, (depth, level - beta, steps - 1 - y, False), left)
 
-    def _store(self, depth: int, level: int, steps: int) -> Part:
+    def _store(self, depth: int, level: int, steps: int) -> Segment:
         y = min(self.high.at(depth + 1, level), steps - self.low.at(depth, level - 1))
         return _stored(depth, level, y, (depth, level - 1, steps - y, False))
 
-    def _divide_scant(self, depth: int, level: int, steps: int) -> Part:
-        """Divide a part whose steps are between those of two numbers of recorded steps. Stored
-        parts are so short that each is recorded whole. The levels below a record take the rest."""
+    def _divide_scant(self, depth: int, level: int, steps: int) -> Segment:
+        """Divide a segment whose steps are between those of two numbers of recorded steps. Stored
+        segments are so short that each is recorded whole. The levels below a record take the
+        rest."""
         beta = self.form.beta
         below = (level - 1) // beta * beta
         # One of its steps more may be stored at no cost; then the rest is one recorded range.
@@ -273,8 +274,8 @@ class _Unfolding:
         return _stored(depth, level, y, right)
 
 
-def _stored(depth: int, level: int, y: int, right: _Node) -> Part:
-    """Return a part that stores the state after ``y`` steps. A single step behind it is recorded in
-    the working core, from the current state."""
+def _stored(depth: int, level: int, y: int, right: _Node) -> Segment:
+    """Return a segment that stores the state after ``y`` steps. A single step behind it is recorded
+    in the working core, from the current state."""
     left = (depth + 1, level, y, False)
-    return Part(y, 1, None, left) if right[2] == 1 else Part(y, 0, right, left)
+    return Segment(y, 1, None, left) if right[2] == 1 else Segment(y, 0, right, left)

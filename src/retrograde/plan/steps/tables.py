@@ -1,12 +1,12 @@
 """Two tables for sizes that no closed form covers: theorem C of ``docs/science.md``.
 
-A part of t steps has f units free beside its base, the hidden state that it begins at. B(t, f) is
-its least cost if somebody else holds the base, A(t, f) if nobody does. A hidden state has size s,
-an internal one α with its input and β without. A and B are 0 at t = 0, 1 at t = 1, ∞ at f < 0, and
-else
+A segment of t steps has f units free beside its base, the hidden state that it begins at. B(t, f)
+is its least cost if somebody else holds the base, A(t, f) if nobody does. A hidden state has size
+s, an internal one α with its input and β without. A and B are 0 at t = 0, 1 at t = 1, ∞ at f < 0,
+and else
 
     A(t, f) = min of  1 + B(t−1, f−α)                  record the first step with its input
-                      B(t, f−s)                        store the base until the part is done
+                      B(t, f−s)                        store the base until the segment is done
                       y + A(t−y, f−s) + A(y, f)        store it until its last load, 1 ≤ y < t
     B(t, f) = min of  1 + B(t−1, f−β)                  record the first step
                       y + A(t−y, f) + B(y, f)          run y steps, 1 ≤ y < t
@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrograde.plan.steps.unfold import NOTHING, Part, Parts, compiled
+from retrograde.plan.steps.unfold import NOTHING, Segment, Segments, compiled
 from retrograde.schedule import Units
 
 MOST_SUMS = 2 * 10**10  # some ten seconds
@@ -64,36 +64,36 @@ class Tables:
             return self.loose[memory, length]
         return self.held[memory - self.units.state, length]
 
-    def schedule(self, length: int, memory: int, parts: Parts) -> tuple[int, bool]:
-        """Add the parts of a cheapest schedule. Returns the number of the whole, and whether it
+    def schedule(self, length: int, memory: int, segments: Segments) -> tuple[int, bool]:
+        """Add the segments of a cheapest schedule. Returns the number of the whole, and whether it
         needs the initial state to be stored before."""
         free, held = (memory, False) if self.reuse else (memory - self.units.state, True)
         if not held and free >= self.units.state:
             held = self.loose[free, length] == self.held[free - self.units.state, length]
             free -= self.units.state if held else 0
 
-        return parts.gather((length, free, held), self._divide), held
+        return segments.gather((length, free, held), self._divide), held
 
-    def _divide(self, part: tuple[int, int, bool]) -> Part:
-        t, f, held = part  # steps, free units, whether the base is held
+    def _divide(self, segment: tuple[int, int, bool]) -> Segment:
+        t, f, held = segment  # steps, free units, whether the base is held
         own = self.held if held else self.loose
         if t == 1:
-            return Part(0, 1)
+            return Segment(0, 1)
         kept = self.units.beta if held else self.units.alpha
         if f >= kept and own[f, t] == 1 + self.held[f - kept, t - 1]:
-            return Part(0, 1, (t - 1, f - kept, True))
-        # A loose base is stored here until its last load. If it had to be stored until the part is
-        # done, the part before would have stored it.
+            return Segment(0, 1, (t - 1, f - kept, True))
+        # A loose base is stored here until its last load. If it had to be stored until the segment
+        # is done, the segment before would have stored it.
         room = f if held else f - self.units.state
         y = np.arange(1, t)
         best = y[y + self.loose[room, t - y] + own[f, y] == own[f, t]]
         at = int(best[-1])
         stores = self._stores(t - at, room)
         right = (t - at, room - self.units.state if stores else room, stores)
-        return Part(at, 0 if stores else NOTHING, right, (at, f, held), base=not held)
+        return Segment(at, 0 if stores else NOTHING, right, (at, f, held), base=not held)
 
     def _stores(self, t: int, f: int) -> bool:
-        """Whether a loose base is stored until its part is done."""
+        """Whether a loose base is stored until its segment is done."""
         state, alpha, cost = self.units.state, self.units.alpha, self.loose[f, t]
         if f < state or t == 1 or (f >= alpha and cost == 1 + self.held[f - alpha, t - 1]):
             return False

@@ -1,15 +1,15 @@
-"""From a few distinct parts to all the actions of a schedule.
+"""From a few distinct segments to all the actions of a schedule.
 
-A planner divides a sequence into parts, and those again. The same part (so many steps, so much
-memory) occurs in many places. So a planner describes each *distinct* part once, and this module
-writes out the actions. A part that begins at hidden state b, which is current, is
+A planner divides a sequence into segments, and those again. The same segment (so many steps, so
+much memory) occurs in many places. So a planner describes each *distinct* segment once, and this
+module writes out the actions. A segment that begins at hidden state b, which is current, is
 
-    Advance(b, b+a),   keep,   the part to the right,   drop,   Load(b),   the part to the left
+    Advance(b, b+a),   keep,   the right segment,   drop,   Load(b),   the left segment
 
 where *keep* and *drop* are ``Store`` and ``Free`` of the hidden state b+a, or ``Record`` and
-``Backward`` of n steps from there, or nothing. The left part runs from b to b+a again; either part
-may be missing. The base b is kept by somebody else. Else the part stores it first and frees it
-after the one load. This is the divide-and-conquer of Gruslys et al. 2016, figures 1 and 4.
+``Backward`` of n steps from there, or nothing. The left segment runs from b to b+a again; either
+segment may be missing. The base b is kept by somebody else. Else the segment stores it first and
+frees it after the one load. This is the divide-and-conquer of Gruslys et al. 2016, figures 1 and 4.
 
 Complexity: linear in the actions, 17 bytes each. The one loop is interpreted for short schedules
 and compiled by numba for those of more than :data:`INTERPRETED` actions.
@@ -51,11 +51,11 @@ def check_size(length: int, actions: int) -> None:
         )
 
 
-class Part(NamedTuple):
-    """A part: ``advance`` steps, then what it keeps, then the parts inside it, by any keys.
+class Segment(NamedTuple):
+    """A segment: ``advance`` steps, then what it keeps, then the segments inside it, by any keys.
 
     It keeps the internal states of ``keep`` steps, the hidden state if 0, or nothing if −1.
-    ``right`` is the part behind that, ``left`` the part of the ``advance`` steps. ``base`` is
+    ``right`` is the segment behind that, ``left`` the segment of the ``advance`` steps. ``base`` is
     whether it stores its own base until the load.
     """
 
@@ -66,14 +66,14 @@ class Part(NamedTuple):
     base: bool = False
 
 
-class Parts:
-    """The distinct parts of one schedule, each described after the parts inside it.
+class Segments:
+    """The distinct segments of one schedule, each described after the segments inside it.
 
     Example:
-        >>> parts = Parts()
-        >>> last = parts.add(0, 1)
-        >>> whole = parts.add(2, 0, last, parts.add(0, 2))
-        >>> print(parts.schedule(whole, length=3, policy="custom"))
+        >>> segments = Segments()
+        >>> last = segments.add(0, 1)
+        >>> whole = segments.add(2, 0, last, segments.add(0, 2))
+        >>> print(segments.schedule(whole, length=3, policy="custom"))
         store 0, advance 0→2, store 2, record 2→3, backward 3→2, free 2, load 0, record 0→2,
         backward 2→0, free 0
     """
@@ -84,33 +84,33 @@ class Parts:
     def add(
         self, advance: int, keep: int, right: int = NOTHING, left: int = NOTHING, base: bool = False
     ) -> int:
-        """Add a :class:`Part` whose parts inside are given by number; returns its number."""
+        """Add a :class:`Segment` whose segments inside are given by number; returns its number."""
         self._rows.append((advance, keep, right, left, base))
         return len(self._rows) - 1
 
-    def gather(self, root: _Key, divide: Callable[[_Key], Part]) -> int:
-        """Add a part and all parts inside it; returns its number. ``divide`` describes the part of
-        a key, and is asked once for each."""
+    def gather(self, root: _Key, divide: Callable[[_Key], Segment]) -> int:
+        """Add a segment and all segments inside it; returns its number. ``divide`` describes the
+        segment of a key, and is asked once for each."""
         known: dict[Hashable, int] = {None: NOTHING}
-        divided: dict[Hashable, Part] = {}
+        divided: dict[Hashable, Segment] = {}
         waiting: list[Any] = [root]
         while waiting:
             key = waiting.pop()
             if key in known:
                 continue
             if key not in divided:
-                part = divided[key] = divide(key)
-                waiting += (key, part.right, part.left)
+                segment = divided[key] = divide(key)
+                waiting += (key, segment.right, segment.left)
                 continue
             advance, keep, right, left, base = divided[key]
             known[key] = self.add(advance, keep, known[right], known[left], base)
         return known[root]
 
     def total(self, root: int, own: Callable[[_Row], int]) -> int:
-        """Return the sum of ``own`` over all occurrences of parts in a whole."""
+        """Return the sum of ``own`` over all occurrences of segments in a whole."""
         sums = [0] * (len(self._rows) + 1)  # the last is that of NOTHING
-        for part, row in enumerate(self._rows):
-            sums[part] = own(row) + sums[row[2]] + sums[row[3]]
+        for segment, row in enumerate(self._rows):
+            sums[segment] = own(row) + sums[row[2]] + sums[row[3]]
         return sums[root]
 
     def first_advances(self, root: int) -> list[int]:
@@ -124,8 +124,8 @@ class Parts:
     def actions(
         self, root: int, length: int, *, held: bool = True
     ) -> tuple[_Verbs, _Places, _Places]:
-        """Write out a part: the verbs and positions of its actions, with ranges not yet merged. If
-        ``held``, they are between ``Store(0)`` and ``Free(0)``."""
+        """Write out a segment: the verbs and positions of its actions, with ranges not yet merged.
+        If ``held``, they are between ``Store(0)`` and ``Free(0)``."""
         size = self.total(root, _actions) + 2 * held
         check_size(length, size)
         kind = np.empty(size, np.uint8)
@@ -147,8 +147,8 @@ class Parts:
         bound: int | float | None = None,
         held: bool = True,
     ) -> Schedule:
-        """Return a part as a schedule, in the longest ranges; ``held`` is that of :meth:`actions`,
-        and the others are those of :class:`~retrograde.schedule.Schedule`."""
+        """Return a segment as a schedule, in the longest ranges; ``held`` is that of
+        :meth:`actions`, and the others are those of :class:`~retrograde.schedule.Schedule`."""
         actions = merged(*self.actions(root, length, held=held))
         return Schedule(length, policy, memory, units or Units(), *actions, bound)
 
@@ -160,14 +160,17 @@ def _actions(row: _Row) -> int:
 
 def store_all(length: int, units: Units | Chain | None = None) -> Schedule:
     """Ordinary backpropagation through time: every step is recorded once, in one range."""
-    parts = Parts()
-    return parts.schedule(parts.add(0, length), length=length, policy="store-all", units=units)
+    segments = Segments()
+    return segments.schedule(
+        segments.add(0, length), length=length, policy="store-all", units=units
+    )
 
 
 def _unfold(rows: Any, root: int, held: bool, kind: _Verbs, start: _Places, stop: _Places) -> None:
-    """Write out the actions; a stack holds what is still to be written: a part, or one action."""
+    """Write out the actions; a stack holds what is still to be written: a segment, or one
+    action."""
     at = 0
-    # A verb (−1 for a part), its first position (the part), and its second (the base).
+    # A verb (−1 for a segment), its first position (the segment), and its second (the base).
     stack = [(-1, root, 0)]
     if held:
         stack = [(_FREE, 0, 0), (-1, root, 0), (_STORE, 0, 0)]

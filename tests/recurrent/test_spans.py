@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from oracles.networks import CELLS
-from retrograde.recurrent.pieces import scan_lengths, sequential_block, step_numbers
+from retrograde.recurrent.spans import scan_lengths, sequential_block, step_numbers
 
 
 @pytest.mark.parametrize("kind", CELLS)

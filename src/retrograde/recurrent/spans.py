@@ -1,10 +1,10 @@
-"""Pieces: neighbouring steps that run in one go, all with the same number of sequences.
+"""Spans: neighbouring steps that run in one go, all with the same number of sequences.
 
 A packed batch stores its steps one after the other. Each step has as many rows as there are
 sequences that still continue. Where that number does not change, steps are a plain tensor (L, n,
 …), so nothing is padded.
 
-The lengths of pieces follow from the shapes alone. No clock is read, so the same shapes give the
+The lengths of spans follow from the shapes alone. No clock is read, so the same shapes give the
 same sums.
 """
 
@@ -28,7 +28,7 @@ _SCAN_BYTES = {"cpu": 24 * 2**20, "cuda": 2**30}
 
 
 @dataclass(frozen=True)
-class Piece:
+class Span:
     """Steps ``start`` … ``stop − 1`` of the first ``samples`` sequences."""
 
     start: int
@@ -46,10 +46,10 @@ class Piece:
 
 def cut(
     start: int, stop: int, block: int, samples: int, sizes: Sequence[int] | None = None
-) -> list[Piece]:
-    """Return the pieces of steps ``start`` … ``stop − 1``, in order.
+) -> list[Span]:
+    """Return the spans of steps ``start`` … ``stop − 1``, in order.
 
-    A piece has at most ``block`` rows, or one step where even that has more. ``sizes`` gives the
+    A span has at most ``block`` rows, or one step where even that has more. ``sizes`` gives the
     number of sequences at each step of a packed batch.
 
     Example:
@@ -64,7 +64,7 @@ def cut(
     for first, last in pairwise(bounds):
         count = samples if sizes is None else sizes[first]
         steps = max(1, block // max(1, count))
-        found += [Piece(a, min(a + steps, last), count) for a in range(first, last, steps)]
+        found += [Span(a, min(a + steps, last), count) for a in range(first, last, steps)]
     return found
 
 
@@ -92,16 +92,16 @@ class Sequences:
         """The rows of all steps; one row is one step of one sequence."""
         return self.length * self.batch if self.offsets is None else self.offsets[-1]
 
-    def pieces(self, block: int) -> int:
-        """Return the number of sequences summed over all pieces, in units of the batch, rounded up.
+    def spans(self, block: int) -> int:
+        """Return the number of sequences summed over all spans, in units of the batch, rounded up.
 
-        Each piece has at most ``block`` rows.
+        Each span has at most ``block`` rows.
         """
         total = sum(n * -(-steps // max(1, block // n)) for steps, n in self.runs)
         return -(-total // self.batch)
 
     def largest(self, block: int) -> int:
-        """Return the most rows of a piece."""
+        """Return the most rows of a span."""
         return max(n * min(steps, max(1, block // n)) for steps, n in self.runs)
 
     def last(self, steps: int, both: bool) -> int:
