@@ -74,7 +74,7 @@ CELLS = [wide_inputs, wide_outputs, heavy_steps, heavy_backward_steps, several_p
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("wanted", [False, True])
 @pytest.mark.parametrize("make", CELLS)
-@pytest.mark.parametrize("length", [40, 150])
+@pytest.mark.parametrize("length", [40, pytest.param(150, marks=pytest.mark.slow)])
 def test_long_ranges_are_within_the_budget(make, length, wanted):
     torch.manual_seed(0)
     cell, size, sizes, parameters = make()

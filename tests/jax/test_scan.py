@@ -266,7 +266,9 @@ def compiled_bytes(loss, arguments):
 
 
 @pytest.mark.quick(0)
-@pytest.mark.parametrize("seed", [9, *range(9), *range(10, 100)])
+@pytest.mark.parametrize(
+    "seed", [*range(18), *(pytest.param(n, marks=pytest.mark.slow) for n in range(18, 100))]
+)
 def test_the_budget_is_kept_and_the_least_is_named(seed):
     arguments, share = drawn(seed)
     found = []

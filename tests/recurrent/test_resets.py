@@ -120,7 +120,9 @@ def step(net, x, starts, hx, entry, leaves, seeds):
 
 
 @pytest.mark.quick(6)
-@pytest.mark.parametrize("seed", range(600))
+@pytest.mark.parametrize(
+    "seed", [*range(250), *(pytest.param(n, marks=pytest.mark.slow) for n in range(250, 600))]
+)
 def test_drawn_modules_against_a_loop(seed):
     draw, net, x, hx, starts, entry, lengths = drawn(seed)
     if lengths is not None:

@@ -16,9 +16,9 @@ PARTS = (
 
 
 @pytest.mark.quick(0)
+@pytest.mark.parametrize("every", [[], pytest.param(["--every"], marks=pytest.mark.slow)], ids=len)
 @pytest.mark.parametrize("part", PARTS)
-def test_cases(part, request):
-    every = ["--every"] if request.config.getoption("--every") else []
+def test_cases(part, every, request):
     command = [sys.executable, "-m", "pytest", str(CASES), "-k", part, "-p", "no:xdist", *every]
     run = subprocess.run(command, cwd=request.config.rootpath, capture_output=True, text=True)
     told = run.stdout[-4000:] + run.stderr[-1000:]
