@@ -595,7 +595,7 @@ def test_copies_keep_options_and_give_the_same(copied):
     ours(x)
     assert len(ours._scan_choices)
     twin = copied(ours)
-    assert not len(twin._scan_choices)
+    assert copied is copy.copy or not len(twin._scan_choices)  # that shares the layers too
     kept = (twin.backward, twin.algorithm, twin.levels, twin.memory)
     assert kept == ("scan", "blelloch", None, "1GiB")
     assert_close(gradients(twin, x), gradients(theirs, x), 1e-10)
