@@ -1,11 +1,13 @@
 """Claim: what a change rebuilt is as fast as before, whatever the workload.
 
-Runs scripts of this folder in two checkouts, in turn, each with its own library and its own script.
-Every row's time is divided by that of torch's way in the same process. The table shows the median
-of that over turns, after by before, and every row above the limit.
+Takes workloads of other scripts of this folder in two checkouts, each with its own library and its
+own script. Each workload runs in a fresh process, the checkouts in turn, before the next workload:
+a machine whose pace changes within minutes then slows both. Every time is divided by that of
+torch's way in the same process. The table shows the median of that over turns, after by before, and
+every row above the limit.
 
     git worktree add ../before COMMIT; git worktree add ../after
-    python benchmarks/before_after.py ../before ../after   # an hour and a half; JSON in results/
+    python benchmarks/before_after.py ../before ../after   # an hour; JSON in results/
 """
 
 import argparse
@@ -16,6 +18,7 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,77 +29,107 @@ LIMIT = 1.05
 Rows = Iterator[tuple[str, float]]
 
 
-def front_page(found: Any) -> Rows:
-    for row in found["rows"]:
-        yield row["network"], row["ours"]["ms"] / row["torch"]["ms"]
+@dataclass(frozen=True)
+class Script:
+    """How to ask a script ``m``: for the number of its workloads, for that of number ``n``, and for
+    the rows of what that found."""
+
+    count: str
+    measure: str
+    rows: Callable[[Any], Rows]
 
 
-def recurrent_grid(found: Any) -> Rows:
-    for row in found["rows"]:
-        for name, ratio in row["ratios"].items():
-            if name.endswith("%"):
-                yield f"{row['work']} at {name}", ratio
+def of_iterations(found: Any) -> Rows:
+    yield found["network"], found["ours"]["ms"] / found["torch"]["ms"]
 
 
-def small_cells(found: Any) -> Rows:
-    for row in found["rows"]:
-        for name, ratio in row["ratios"].items():
-            if name != "plain":
-                yield f"{row['cell']}, {name}", ratio
+def of_layers(found: Any) -> Rows:
+    for name, seconds in found["seconds"].items():
+        if name.endswith("%") and not name.startswith("padded"):
+            yield f"{found['work']} at {name}", seconds / found["seconds"]["torch"]
 
 
-def chain_networks(found: Any) -> Rows:
-    for name, network in found["networks"].items():
-        for k, row in enumerate(network["budgets"]):
-            yield f"{name}, budget {k}", row["to_ordinary"]
+def of_cells(found: Any) -> Rows:
+    for name, ratio in found["ratios"].items():
+        if name != "plain":
+            yield f"{found['cell']}, {name}", ratio
 
 
-def first_call(found: Any) -> Rows:
-    for row in found["rows"]:
-        yield f"{row['what']} at {row['budget']}", row["first"] / row["plain"]
+def of_chains(found: Any) -> Rows:
+    for k, row in enumerate(found["budgets"]):
+        yield f"{found['name']}, budget {k}", row["to_ordinary"]
 
 
-SCRIPTS: dict[str, Callable[[Any], Rows]] = {
-    each.__name__: each
-    for each in (front_page, recurrent_grid, small_cells, chain_networks, first_call)
+def of_first_calls(found: Any) -> Rows:
+    for share, seconds in found["shares"].items():
+        yield f"{found['what']} at {share}", seconds["first"] / seconds["plain"]
+
+
+SCRIPTS = {
+    "front_page": Script(
+        "len(m.ROWS)", "m.measured(dataclasses.replace(m.ROWS[n](), careful={}))", of_iterations
+    ),
+    "recurrent_grid": Script(
+        "len(m.GRID)",
+        "{'work': str(m.GRID[n]), 'seconds': m.Contest(m.GRID[n]).seconds(5)}",
+        of_layers,
+    ),
+    "small_cells": Script(
+        "len(m.cases())", "[m.measured(k, *c) for k, c in [[*m.cases().items()][n]]][0]", of_cells
+    ),
+    "chain_networks": Script(
+        "len(m.NETWORKS)",
+        "[{'name': k, **m.compare(k, torch.device('cpu'), 5, 5, False)}"
+        " for k in [[*m.NETWORKS][n]]][0]",
+        of_chains,
+    ),
+    "first_call": Script(
+        "2",  # the cells of this folder
+        "[{'what': k, 'shares': {s: m.of_cell(c, s) for s in m.SHARES}}"
+        " for k, c in [[*m.CELLS.items()][n]]][0]",
+        of_first_calls,
+    ),
 }
 
 
-def run(tree: Path, script: str) -> dict[str, float]:
-    """The rows of one run in a checkout."""
+def ask(tree: Path, script: str, question: str) -> Any:
+    """What a script answers in a checkout."""
+    code = (
+        f"import dataclasses, json, sys, warnings, torch, {script} as m; n = int(sys.argv[1])\n"
+        f"warnings.simplefilter('ignore'); torch.set_num_threads(2); found = {question}\n"
+        "print(); print(json.dumps(found))"
+    )
     paths = os.pathsep.join(str(tree / name) for name in ("src", "papers", "benchmarks"))
-    command = [sys.executable, f"benchmarks/{script}.py"]
-    subprocess.run(
-        command, cwd=tree, env={**os.environ, "PYTHONPATH": paths}, check=True,
-        stdout=subprocess.DEVNULL,
-    )  # fmt: skip
-    text = (tree / "benchmarks" / "results" / f"{script}_cpu.json").read_text()
-    return dict(SCRIPTS[script](json.loads(text)))
+
+    def answer(n: int = 0) -> Any:
+        command, own = [sys.executable, "-c", code, str(n)], {**os.environ, "PYTHONPATH": paths}
+        run = subprocess.run(command, cwd=tree, env=own, check=True, stdout=subprocess.PIPE)
+        return json.loads(run.stdout.splitlines()[-1])
+
+    return answer
 
 
 def compare(before: Path, after: Path, script: str, turns: int) -> dict[str, Any]:
     """Every row of one script in both checkouts."""
-    times: dict[Path, dict[str, list[float]]] = {
-        before: defaultdict(list), after: defaultdict(list)
-    }  # fmt: skip
-    for turn in range(turns):
-        for tree in (before, after) if turn % 2 == 0 else (after, before):
-            for name, ratio in run(tree, script).items():
-                times[tree][name].append(ratio)
-    rows = {
-        name: {
-            "before": [round(r, 3) for r in times[before][name]],
-            "after": [round(r, 3) for r in times[after][name]],
-            "ratio": round(
-                statistics.median(times[after][name]) / statistics.median(times[before][name]), 3
-            ),
-        }
-        for name in times[before]
-        if name in times[after]
-    }
+    how, rows, only = SCRIPTS[script], {}, set()
+    for n in range(ask(after, script, how.count)()):
+        times: dict[Path, dict[str, list[float]]] = {
+            before: defaultdict(list), after: defaultdict(list)
+        }  # fmt: skip
+        for turn in range(turns):
+            for tree in (before, after) if turn % 2 == 0 else (after, before):
+                for name, ratio in how.rows(ask(tree, script, how.measure)(n)):
+                    times[tree][name].append(ratio)
+        only |= times[before].keys() ^ times[after].keys()
+        for name in times[before].keys() & times[after].keys():
+            old, new = times[before][name], times[after][name]
+            rows[name] = {
+                "before": [round(r, 3) for r in old],
+                "after": [round(r, 3) for r in new],
+                "ratio": round(statistics.median(new) / statistics.median(old), 3),
+            }
     mean = statistics.geometric_mean(row["ratio"] for row in rows.values())
-    only = sorted(times[before].keys() ^ times[after].keys())
-    return {"mean": round(mean, 3), "rows": rows, "in_one_only": only}
+    return {"mean": round(mean, 3), "rows": rows, "in_one_only": sorted(only)}
 
 
 def main() -> None:
