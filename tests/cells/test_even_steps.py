@@ -71,10 +71,10 @@ def several_parts():
 CELLS = [wide_inputs, wide_outputs, heavy_steps, heavy_backward_steps, several_parts]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, every=11)
 @pytest.mark.parametrize("wanted", [False, True])
 @pytest.mark.parametrize("make", CELLS)
-@pytest.mark.parametrize("length", [40, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("length", [40, 150])
 def test_long_ranges_are_within_the_budget(make, length, wanted):
     torch.manual_seed(0)
     cell, size, sizes, parameters = make()

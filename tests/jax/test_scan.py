@@ -265,10 +265,8 @@ def compiled_bytes(loss, arguments):
     return jax.jit(loss).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.quick(0)
-@pytest.mark.parametrize(
-    "seed", [*range(18), *(pytest.param(n, marks=pytest.mark.slow) for n in range(18, 100))]
-)
+@pytest.mark.quick(0, every=8)
+@pytest.mark.parametrize("seed", range(100))
 def test_the_budget_is_kept_and_the_least_is_named(seed):
     arguments, share = drawn(seed)
     found = []

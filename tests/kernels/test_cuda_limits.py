@@ -100,7 +100,7 @@ def assert_safe_to_write_over(reports):
         assert report["unsafe"] == [], report
 
 
-@pytest.mark.quick(0)
+@pytest.mark.quick(0, every=4)
 @pytest.mark.parametrize("architecture", CARDS)
 @pytest.mark.parametrize("size", ["20", "128"])
 def test_kernels_compile_within_a_card(architecture, size):
@@ -112,7 +112,7 @@ def test_kernels_compile_within_a_card(architecture, size):
     assert_safe_to_write_over(reports)
 
 
-@pytest.mark.quick(0)
+@pytest.mark.quick(0, every=2)
 @pytest.mark.parametrize("architecture", CARDS)
 def test_kernels_of_wide_layers_compile_within_a_card(architecture):
     reports = compiled(architecture, "256")

@@ -26,14 +26,14 @@ def check(make, labels=LABELS):
         assert reading.kept, str(reading)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, every=12)
 @pytest.mark.parametrize("seed", range(24))
 def test_a_strange_cell(seed):
     for way, label in zip(WAYS, ("least", "50%") if seed % 2 else ("50%", "least"), strict=True):
         check(lambda way=way: getattr(draw_cell(seed, 12), way)(), (label,))
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, every=6)
 @pytest.mark.parametrize("seed", range(12))
 def test_a_strange_chain(seed):
     check(lambda: draw_chain(seed, 12))

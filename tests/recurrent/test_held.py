@@ -92,6 +92,7 @@ def run_by(means, case):
     return "blas" if means == "blas" else "loops", (means,) * case.net.num_layers
 
 
+@pytest.mark.quick(2, every=331)
 @EVERY_KIND
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("chunk", [None, 3], ids=["sequential", "scan"])

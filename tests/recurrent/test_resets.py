@@ -119,10 +119,8 @@ def step(net, x, starts, hx, entry, leaves, seeds):
     return y, outputs[1:], gradients(outputs, leaves, seeds)
 
 
-@pytest.mark.quick(6)
-@pytest.mark.parametrize(
-    "seed", [*range(250), *(pytest.param(n, marks=pytest.mark.slow) for n in range(250, 600))]
-)
+@pytest.mark.quick(6, every=250)
+@pytest.mark.parametrize("seed", range(600))
 def test_drawn_modules_against_a_loop(seed):
     draw, net, x, hx, starts, entry, lengths = drawn(seed)
     if lengths is not None:
