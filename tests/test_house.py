@@ -224,7 +224,7 @@ def python_blocks(path):
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-@pytest.mark.quick(6)
+@pytest.mark.quick(99)
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_the_code_of_every_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from oracles.compiled_code import overwritten, unsafe
+from oracles.compiled_code import LAUNCHED, overwritten, unsafe
 
 #: The shared memory that a program may have, in bytes, by architecture.
 LIMITS = {75: 65_536, 80: 166_912, 86: 101_376, 90: 232_448, 120: 101_376}
@@ -99,13 +99,8 @@ def recurrences(size, all_of_them):
     from retrograde.kernels.cuda import launch as cuda
     from retrograde.kernels.cuda import limits, slope_kernels, step_kernels, sweep_kernels
 
-    launched = {
-        sweep_kernels: ("carry", "products", "sweep"),
-        slope_kernels: ("gru_slopes", "lstm_slopes"),
-        step_kernels: ("begin", "finish", "step"),
-    }
-    for module, names in launched.items():
-        for name in names:
+    for module in (sweep_kernels, slope_kernels, step_kernels):
+        for name in LAUNCHED[module.__name__.rpartition(".")[2]]:
             setattr(module, name, Compiled(getattr(module, name), name))
     cuda._limit = lambda t: LIMITS[ARCHITECTURE]
     steps = torch.zeros(4, 2, size)

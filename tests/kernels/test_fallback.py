@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import retrograde as rg
+from oracles.compiled_code import LAUNCHED
 from oracles.cuda_kernels import load
 from retrograde import kernels as house
 from retrograde.kernels import cells, fallback, sweep
@@ -19,12 +20,6 @@ from retrograde.scan.sparse.pattern import Pattern
 cuda = load("kernels.cuda.launch")
 cuda_sparse = load("scan.sparse.cuda_products")
 pytestmark = pytest.mark.usefixtures("interpreter")
-
-KERNELS = {
-    "sweep_kernels": ("carry", "products", "sweep"),
-    "slope_kernels": ("gru_slopes", "lstm_slopes"),
-    "step_kernels": ("begin", "finish", "step"),
-}
 
 
 # As triton.runtime.errors has it.
@@ -64,7 +59,7 @@ def refusing(monkeypatch):
     def refuse(error):
         forget()
         kernel = Refusing(error)
-        for module, names in KERNELS.items():
+        for module, names in LAUNCHED.items():
             for name in names:
                 monkeypatch.setattr(getattr(cuda, module), name, kernel)
         monkeypatch.setattr(cuda_sparse, "sums", kernel)

@@ -6,6 +6,13 @@ straight lines within a loop, so the order of lines is the order of execution.
 
 import re
 
+#: The kernels that host code launches, by the module of ``kernels/cuda``.
+LAUNCHED = {
+    "sweep_kernels": ("carry", "products", "sweep"),
+    "slope_kernels": ("gru_slopes", "lstm_slopes"),
+    "step_kernels": ("begin", "finish", "step"),
+}
+
 _DEFINED = re.compile(r"\s*%([\w-]+)(?::\d+)? = ([\w.]+) ([^\n]*)")
 _POINTER = {"tt.addptr", "tt.splat", "tt.broadcast", "tt.expand_dims", "ttg.convert_layout"}
 _READS, _COPIES, _WRITES = "tt.load", "ttg.async_copy_global_to_local", "tt.store"

@@ -139,7 +139,7 @@ class HeldLayers(Core):
         passes = [] if follows else [LayerForward(self.forward, w, self.block) for w in track]
         for a, b in pairwise([start, *stops]):
             if follows:
-                for span in self._pieces(0, a, b):
+                for span in self._spans(0, a, b):
                     own = [s[0, : span.samples] for s in after]
                     self._follow(None, inputs, 0, span, track[0], own)
             else:
@@ -205,7 +205,7 @@ class HeldLayers(Core):
         """Run a layer over a range; its state goes from before the range to after it."""
         top, own = k == self.count - 1, number * self.count + k
         emits = emit not in (None, discard)
-        spans = self._pieces(number, tape.start, tape.stop)
+        spans = self._spans(number, tape.start, tape.stop)
         if not top:
             rows = sum(span.rows for span in spans)
             tape.below.append(tape.state_after[0].new_empty(rows, self.size))
@@ -264,7 +264,7 @@ class HeldLayers(Core):
         self, tape: _LayerTape, gradients: Gradients, number: int, g: Tensor
     ) -> None:
         """Backpropagate a track; g (layers, B, n) goes from after the range to before it."""
-        spans = self._pieces(number, tape.start, tape.stop)
+        spans = self._spans(number, tape.start, tape.stop)
         totals = self._totals(number, gradients.parameters)
         options: Any = {"chunk": self.chunk, "at_once": self.at_once}
         options["resets"] = self.resets is not None
@@ -330,7 +330,7 @@ class HeldLayers(Core):
             return self._below(tape, k, span)
         return self._read(self._output(inputs, number, span), number)
 
-    def _pieces(self, number: int, start: int, stop: int) -> list[Span]:
+    def _spans(self, number: int, start: int, stop: int) -> list[Span]:
         """Return the spans of a range, in the order in which a track runs them.
 
         A new span begins where gates begin to be kept.

@@ -35,7 +35,7 @@ _CALL_STEPS, _RECORD_STEPS = 5.0, 15.0
 _RATE, _ELEMENT, _CALL = 1.35e5, 2.5e-3, 100.0
 # Microseconds for a span of a layer, and for each of its weights. The key says whether one loop
 # runs the backward pass, which sums the gradients of weights separately.
-_PIECE: dict[bool, tuple[float, float]] = {True: (180.0, 3e-4), False: (230.0, 1.1e-3)}
+_SPAN: dict[bool, tuple[float, float]] = {True: (180.0, 3e-4), False: (230.0, 1.1e-3)}
 # Microseconds for a step by BLAS in one direction, and for each hidden weight, which is not laid
 # out for BLAS.
 _STEP, _STEP_WEIGHT = 11.0, 1.7e-4
@@ -292,7 +292,7 @@ class Planner:
             weights = gates * size * (size + layer.width)
             step = _STEP + _STEP_WEIGHT * gates * size**2
             run = 2 * weights * lengths.rows / _RATE + _ELEMENT * lengths.rows * gates * size
-            each, of_weight = _PIECE[layer.loops]
+            each, of_weight = _SPAN[layer.loops]
             total += (again + onward - 1) * run + spans * (each + of_weight * weights)
             if plan.onward == "blas":
                 total += onward * lengths.length * step

@@ -47,7 +47,7 @@ def check_size(length: int, actions: int) -> None:
         raise ScheduleError(
             f"the schedule for {length} steps has {actions} actions and takes "
             f"{format_bytes(size)}, expected at most {format_bytes(LARGEST_BYTES)}: plan blocks of "
-            "steps; cost and split take any length"
+            "steps; cost takes any length"
         )
 
 
