@@ -114,3 +114,11 @@ def test_a_plan_that_recomputes_does_not_say_that_it_stores_all():
         f"{format_bytes(found.minimum_bytes)} would do\n"
         f"{found.forward_steps:,} steps run forward for 1,000"
     )
+
+
+def test_the_most_steps_within_a_limit_are_found_at_every_length():
+    """Also where the size beyond the length, which the search may ask for, is within the limit."""
+    for length in range(1, 70):
+        for limit in range(0, 150, 7):
+            expected = max([1, *(n for n in range(1, length + 1) if 2 * n + 1 <= limit)])
+            assert module._most(length, limit, lambda n: 2 * n + 1) == expected
