@@ -65,10 +65,12 @@ CELLS: dict[str, Callable[[], tuple[nn.Module, Tensor, Any]]] = {
 }
 
 
-def of_cell(make: Callable[[], tuple[nn.Module, Tensor, Any]], share: str) -> dict[str, float]:
+def of_cell(
+    make: Callable[[], tuple[nn.Module, Tensor, Any]], share: str, rounds: int = ROUNDS
+) -> dict[str, float]:
     """Seconds of the plain loop, and of the first and a later call."""
     found: dict[str, list[float]] = {"plain": [], "first": [], "later": []}
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         cell, x, state = make()
 
         def loop(cell: nn.Module = cell, x: Tensor = x, state: Any = state) -> None:

@@ -121,8 +121,10 @@ def plain(cell: nn.Module, x: Tensor, state: Any) -> Tensor:
     return torch.stack(outputs)
 
 
-def measured(name: str, cell: nn.Module, steps: int, batch: int, state: Any) -> dict[str, Any]:
-    """A row of the table."""
+def contenders(
+    cell: nn.Module, steps: int, batch: int, state: Any
+) -> tuple[dict[str, Any], dict[str, Callable[[], tuple[Tensor, ...]]]]:
+    """What the first calls took, and all calls by name."""
     torch.manual_seed(0)
     x = torch.randn(steps, batch, INPUTS, requires_grad=True)
     wanted = [x, *cell.parameters()]
@@ -136,9 +138,9 @@ def measured(name: str, cell: nn.Module, steps: int, batch: int, state: Any) -> 
         return call
 
     calls = {"plain": iteration(lambda: plain(cell, x, state))}
-    expected = calls["plain"]()
+    calls["plain"]()
     loop = statistics.median(seconds(calls["plain"]) for _ in range(3))
-    row: dict[str, Any] = {"cell": name, "first_loops": {}, "refused": {}}
+    row: dict[str, Any] = {"first_loops": {}, "refused": {}}
     for compile in (False, True):
         for share in SHARES if compile else SHARES[1:]:
             key = f"{'compiled' if compile else 'as it is'} {share or 'no budget'}"
@@ -154,6 +156,13 @@ def measured(name: str, cell: nn.Module, steps: int, batch: int, state: Any) -> 
                 row["refused"][key] = None
                 continue
             calls[key] = run
+    return row, calls
+
+
+def measured(name: str, cell: nn.Module, steps: int, batch: int, state: Any) -> dict[str, Any]:
+    """A row of the table."""
+    found, calls = contenders(cell, steps, batch, state)
+    row, expected = {"cell": name, **found}, calls["plain"]()
     taken = medians(calls, ROUNDS)
     row["plain_ms"] = round(1e3 * taken["plain"], 2)
     row["ratios"] = {key: round(one / taken["plain"], 3) for key, one in taken.items()}
