@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-from retrograde.kernels import cpu, kernels
+from retrograde.kernels import cpu, in_place, kernels
 from retrograde.kernels.cells import GATES, Slopes, Weights, jacobians, slopes
 from retrograde.kernels.sweep import carry, products, safe_chunk, scan, sweep, trusted
 from retrograde.kernels.team import share
@@ -16,7 +16,14 @@ from retrograde.scan.elements import Dense
 KINDS = list(GATES)
 EVERY_CELL = pytest.mark.parametrize("kind", KINDS)
 CHUNKS = [1, 2, 7, 16, 64]
-WAYS = {"plain": sweep, "compiled": cpu.sweep}
+
+
+def in_place_sweep(steps, hidden, dy, g):
+    """The sweep that makes no copy of the weights."""
+    return in_place(hidden.dtype, hidden.shape[1]).sweep_with(hidden)(steps, dy, g)
+
+
+WAYS = {"plain": sweep, "compiled": cpu.sweep, "in place": in_place_sweep}
 WAYS |= {f"chunks of {n}": functools.partial(scan, chunk=n) for n in CHUNKS}
 
 
@@ -196,7 +203,9 @@ def untouched(buffer, poison):
 @EVERY_CELL
 @pytest.mark.parametrize(("samples", "size"), [(1, 1), (2, 7), (3, 33), (17, 20)])
 @pytest.mark.parametrize("poison", [float("nan"), 7.0])
-@pytest.mark.parametrize("way", ["compiled", "compiled chunks of 2", "compiled chunks of 16"])
+@pytest.mark.parametrize(
+    "way", ["compiled", "in place", "compiled chunks of 2", "compiled chunks of 16"]
+)
 def test_compiled_code_reads_and_writes_nothing_beside_its_arrays(kind, samples, size, poison, way):
     problem = Problem(kind, 9, samples, size)
     steps = problem.slopes()

@@ -16,7 +16,7 @@ from retrograde.kernels.lanes import (
     store,
     tanh,
 )
-from retrograde.kernels.tiles import PANEL, add_outer, panels, product, whole_vectors
+from retrograde.kernels.tiles import PANEL, add_outer, dots, panels, product, whole_vectors
 
 DTYPES = pytest.mark.parametrize("dtype", [np.float32, np.float64])
 
@@ -113,12 +113,34 @@ def test_a_product_is_numpys_and_a_row_does_not_depend_on_its_neighbours(
     for row in range(rows):
         product(a.reshape(-1), row * stride, stride, 1, packed, width, alone[row])
     np.testing.assert_array_equal(alone, out)
-    if columns == width:  # read as it is, too
-        found = given.copy()
-        product(
-            a.reshape(-1), 0, stride, rows, u.reshape(1, terms, width), width, found.reshape(-1)
-        )
-        np.testing.assert_array_equal(found, out)
+    found = given.copy()  # read as it is, too, and nothing behind it
+    plain = np.full(u.size + 9, np.nan, dtype)[: u.size].reshape(1, terms, columns)
+    plain[:] = u
+    product(a.reshape(-1), 0, stride, rows, plain, width, found.reshape(-1))
+    np.testing.assert_array_equal(found, out)
+
+
+@DTYPES
+@pytest.mark.parametrize("columns", [1, 2, 3, 8, 17, 24])
+@pytest.mark.parametrize("rows", [1, 3, 4, 7, 8])
+@pytest.mark.parametrize("terms", [1, 2, 8, 15, 33, 64])
+def test_sums_along_rows_are_numpys_and_do_not_depend_on_other_rows(dtype, rows, columns, terms):
+    rng = np.random.default_rng(rows * columns)
+    width = whole_vectors(columns)
+    a, w, given = (
+        rng.standard_normal(shape).astype(dtype)
+        for shape in ((rows + 1, terms), (columns + 1, 1, terms), (rows, width))
+    )
+    a[-1] = w[-1] = np.nan  # neither is read
+    out, alone = given.copy(), given.copy()
+    dots(a.reshape(-1), 0, rows, w[:-1], width, out.reshape(-1))
+    expected = given[:, :columns] + a[:rows].astype(np.float64) @ w[:-1, 0].T.astype(np.float64)
+    tolerance = 20 * terms * np.finfo(dtype).eps
+    np.testing.assert_allclose(out[:, :columns], expected, rtol=tolerance, atol=tolerance)
+    np.testing.assert_array_equal(out[:, columns:], given[:, columns:])
+    for row in range(rows):
+        dots(a.reshape(-1), row * terms, 1, w[:-1], width, alone[row])
+    np.testing.assert_array_equal(alone, out)
 
 
 @DTYPES

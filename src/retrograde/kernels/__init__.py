@@ -3,7 +3,7 @@
 import functools
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +17,7 @@ from retrograde.kernels.fallback import Fallback
 if TYPE_CHECKING:
     from retrograde.kernels.cpu_layer import Backward, Forward
 
-__all__ = ["LARGEST_SIZE", "BlockSweep", "Kernels", "blas_kernels", "kernels"]
+__all__ = ["LARGEST_SIZE", "BlockSweep", "Kernels", "in_place", "kernels"]
 
 Sweep = Callable[..., Tensor]
 Scan = Callable[..., Tensor]
@@ -102,9 +102,10 @@ def _plain() -> Kernels:
     return Kernels("torch", sweep.sweep, sweep.scan, slopes, sweep.products)
 
 
-def blas_kernels() -> Kernels:
+def in_place(dtype: torch.dtype, size: int) -> Kernels:
     """Return the CPU kernels that take least memory: they make no copy of the weights."""
     from retrograde.kernels import cpu, cpu_layer
 
-    slopes, forward = (cpu.gru_slopes, cpu.lstm_slopes), cpu_layer.ForwardInPlace
-    return Kernels("numba", cpu.sweep_in_place, cpu.scan, slopes, cpu.products, forward)
+    use = kernels("cpu", dtype, size)
+    forward = cpu_layer.ForwardInPlace
+    return replace(use, forward=forward, backward=None, prepare=cpu.as_they_lie)

@@ -22,17 +22,11 @@ from retrograde.kernels.tiles import panels, whole_vectors
 THREAD_WORK = 2_000_000
 #: The work of one element of the slopes, in multiplications.
 ELEMENT_WORK = 40
-_THREAD_ELEMENTS = 2**13  # the elements of one step for which one more thread pays
 
 
 def parts_for(count: int, work: int) -> list[Range]:
     """Return ranges of samples or chunks, for as many threads as pay for the multiplications."""
     return ranges(count, 1 + work // THREAD_WORK)
-
-
-def steps_parts(h: Tensor) -> list[Range]:
-    """Return ranges of samples for the elementwise part of one step, whose states are h (B, H)."""
-    return ranges(len(h), 1 + h.numel() // _THREAD_ELEMENTS)
 
 
 def starts_of(resets: Resets | None, like: Tensor) -> tuple[Any, Any, Any]:
@@ -48,9 +42,9 @@ def _no_starts(dtype: torch.dtype) -> tuple[Any, Any, Any]:
     return np.empty((0, 0), np.bool_), none, none
 
 
-def no_panels(like: Tensor) -> Tensor:
-    """Return weights in no panels, for loops whose caller multiplies by them."""
-    return like.new_empty(0, 0, 0)
+def as_they_lie(hidden: Tensor) -> Tensor:
+    """Return hidden weights for sweeps that read them without a copy."""
+    return hidden.contiguous().unsqueeze(0)
 
 
 def sweep(
@@ -62,7 +56,7 @@ def sweep(
 ) -> Tensor:
     """Do the same as :func:`retrograde.kernels.sweep.sweep`, for either dtype on a CPU.
 
-    The hidden weights may be in panels.
+    The hidden weights may be in panels, or :func:`as_they_lie`.
     """
     samples, size = slopes.gates.shape[1], slopes.gates.shape[3]
     g = g.clone(memory_format=torch.contiguous_format)
@@ -70,34 +64,6 @@ def sweep(
     room = g.new_empty(samples, int(whole_vectors(size)))
     loop = functools.partial(_sweep_of(g, size), arrays, g.numpy(), room.numpy())
     share(loop, parts_for(samples, slopes.gates.numel() * size))
-    return g
-
-
-def sweep_in_place(
-    slopes: Slopes,
-    hidden: Tensor,
-    dy: Tensor | None,
-    g: Tensor,
-    resets: Resets | None = None,
-) -> Tensor:
-    """Do the same by one BLAS product at each step, which reads the weights in place."""
-    length, samples, _, size = slopes.gates.shape
-    g = g.clone(memory_format=torch.contiguous_format)
-    kernel, flat, past = _sweep_of(g, size), slopes.gates.flatten(-2), g.new_empty(samples, size)
-    *by_step, none, starts, to_entry = _arrays(slopes, no_panels(hidden), dy)
-    known, room = g.numpy(), past.numpy()
-    parts = steps_parts(past)
-    for t in range(length - 1, -1, -1):
-        given = [*(a[t : t + 1] for a in by_step), none, starts, to_entry]
-        step = cpu_sweep.SweepArrays._make(given)
-        share(functools.partial(kernel, step, known, room), parts)
-        if kernel is cpu_sweep.sweep_lstm:
-            torch.mm(flat[t], hidden, out=past)
-            g[:, :size] = past
-        else:
-            torch.addmm(past, flat[t], hidden, out=g)
-        if resets is not None:
-            resets.leave(t, g)
     return g
 
 

@@ -227,16 +227,9 @@ def leave(starts: NDArray[np.bool_], g: Reals, to_entry: Reals, first: int, last
 
 @compiled  # type: ignore[untyped-decorator]
 def _add_products(
-    of: BackwardArrays,
-    to_states: Reals,
-    to_inputs: Reals,
-    stride: int,
-    start: int,
-    stop: int,
-    room: Reals,
-    first: int,
-    last: int,
-) -> None:
+    of: BackwardArrays, to_states: Reals, to_inputs: Reals, stride: int, start: int, stop: int,
+    room: Reals, first: int, last: int,
+) -> None:  # fmt: skip
     """Add what the buffered rows of steps start … stop − 1 give to the weights, and write dx."""
     _add_bias(to_states, stride, (stop - start) * (last - first), of.to_biases)
     _add_weights(to_states, stride, of.before[start:stop], of.to_hidden, room, first, last)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from retrograde.kernels import cpu_backward, cpu_states
 from retrograde.kernels.cells import Block, Kept, Kind, Resets, Weights
-from retrograde.kernels.cpu import ELEMENT_WORK, no_panels, parts_for, starts_of, steps_parts
+from retrograde.kernels.cpu import ELEMENT_WORK, parts_for, starts_of
 from retrograde.kernels.lanes import LANES
 from retrograde.kernels.team import share
 from retrograde.kernels.tiles import panels, whole_vectors
@@ -35,10 +35,10 @@ class Forward:
     def __init__(self, weights: Weights, samples: int) -> None:
         self.weights, rows = weights, weights.inputs.shape[0]
         self.bias, self.own = _biases(weights)
-        hidden = panels(weights.hidden.t()) if self.in_panels else no_panels(weights.hidden)
+        u = weights.hidden.detach()
+        hidden = panels(u.t()) if self.in_panels else u.contiguous().unsqueeze(1)
         self.fixed = [hidden.numpy()] if self.own is None else [self.own.numpy(), hidden.numpy()]
-        width = int(whole_vectors(rows)) if self.in_panels else rows
-        self.sums = weights.hidden.new_empty(samples, width)
+        self.sums = u.new_empty(samples, int(whole_vectors(rows)))
         self.work = samples * rows * (weights.size + ELEMENT_WORK // 4)
 
     def room(self, steps: int) -> Tensor:
@@ -46,14 +46,9 @@ class Forward:
         return self.sums.new_empty(steps, len(self.sums), len(self.weights.inputs))
 
     def __call__(
-        self,
-        x: Tensor,
-        state: State,
-        outputs: Tensor,
-        gates: Tensor,
-        cells: Tensor | None = None,
+        self, x: Tensor, state: State, outputs: Tensor, gates: Tensor, cells: Tensor | None = None,
         resets: Resets | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Run the layer on inputs x (L, B, I).
 
         Args:
@@ -69,39 +64,16 @@ class Forward:
         by_step = [gates.numpy(), outputs.numpy()]
         if self.weights.kind == "LSTM":
             by_step.append((outputs[:0] if cells is None else cells).numpy())
-        self._run(by_step, [*self.fixed, *(s.numpy() for s in state)], state, resets)
-
-    def _run(
-        self, by_step: list[Any], arrays: list[Any], state: State, resets: Resets | None
-    ) -> None:
-        """Run the loop, whose arrays are those ``by_step`` and others."""
+        arrays = [*self.fixed, *(s.numpy() for s in state)]
         arrays += [*starts_of(resets, self.sums)[:2], self.sums.numpy()]
         loop = functools.partial(_RUN[self.weights.kind], *by_step, *arrays)
         share(loop, parts_for(len(state[0]), len(by_step[0]) * self.work))
 
 
 class ForwardInPlace(Forward):
-    """The same without a copy of the weights: BLAS reads them in place, a product at each step.
-
-    This is nearly as fast for layers of many units, and slower for small layers.
-    """
+    """The same without a copy of the weights, which is slower for small layers."""
 
     in_panels = False
-
-    def _run(
-        self, by_step: list[Any], arrays: list[Any], state: State, resets: Resets | None
-    ) -> None:
-        kernel, hidden, h = _RUN[self.weights.kind], self.weights.hidden.t(), state[0]
-        arrays += [*starts_of(None, self.sums)[:2], self.sums.numpy()]
-        parts = steps_parts(h)
-        for t in range(len(by_step[0])):
-            if resets is not None:
-                resets.enter(t, *state)
-            if self.own is None:
-                torch.mm(h, hidden, out=self.sums)
-            else:
-                torch.addmm(self.own, h, hidden, out=self.sums)
-            share(functools.partial(kernel, *(a[t : t + 1] for a in by_step), *arrays), parts)
 
 
 _RUN: dict[Kind, Any] = {
@@ -146,14 +118,9 @@ class Backward:
     """
 
     def __init__(
-        self,
-        weights: Weights,
-        totals: dict[str, Tensor],
-        samples: int,
-        steps: int,
-        *,
+        self, weights: Weights, totals: dict[str, Tensor], samples: int, steps: int, *,
         at_once: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         size, width = weights.size, weights.inputs.shape[1]
         self.weights, self.totals = weights, totals
         self.kernel, self.constants, hidden = _loop(weights)

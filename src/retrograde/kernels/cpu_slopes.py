@@ -56,16 +56,9 @@ def lstm_gates(sums: Reals, first: int, last: int) -> None:
 
 @compiled  # type: ignore[untyped-decorator]
 def lstm_slopes(
-    gates: Reals,
-    after: Reals,
-    c: Reals,
-    keep: Reals,
-    inner: Reals,
-    starts: NDArray[np.bool_],
-    entry: Reals,
-    first: int,
-    last: int,
-) -> None:
+    gates: Reals, after: Reals, c: Reals, keep: Reals, inner: Reals, starts: NDArray[np.bool_],
+    entry: Reals, first: int, last: int,
+) -> None:  # fmt: skip
     """Compute an LSTM's slopes for samples first … last − 1.
 
     ``gates`` are i, f, g, o, overwritten by s_i, s_f, s_g, s_o. ``inner`` receives e, and ``keep``

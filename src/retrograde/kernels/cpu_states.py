@@ -3,14 +3,14 @@
 They run the samples first … last − 1. Their arrays are:
 
 - ``driven`` (L, B, K·H): the inputs' part of the gates, with the biases;
-- ``hidden`` (H, K·H): the transposed hidden weights, in panels; or none, and the caller wrote the
-  states' part of one step's gates to ``sums``;
+- ``hidden``: the transposed hidden weights (H, K·H) in panels, or the weights (K·H, 1, H) as they
+  lie;
 - ``bias`` (3 H): a GRU's bias_hh, which is not a part of ``driven`` but of the states' part;
 - ``h`` and ``c`` (B, H): the state before the first step, overwritten by that after the last;
 - ``outputs`` (L, B, H): receives h after each step;
 - ``starts`` (L, B): true before a step at which a sample begins anew, from its state ``entry``
   (B, n); no steps if none does;
-- ``sums``: scratch memory, a row for each sample; whole vectors if there are weights.
+- ``sums``: scratch memory, a row of whole vectors for each sample.
 """
 
 import numpy as np
@@ -18,22 +18,25 @@ from numpy.typing import NDArray
 
 from retrograde.kernels.cpu_cells import gru_gates, lstm_gates, rnn_state
 from retrograde.kernels.lanes import LANES, Reals, compiled, load, store, tanh
-from retrograde.kernels.tiles import product
+from retrograde.kernels.tiles import dots, product
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _multiply(
+    h: Reals, start: int, size: int, rows: int, hidden: Reals, width: int, out: Reals
+) -> None:
+    """Add U h to ``out``, for so many states from ``start`` on."""
+    if hidden.shape[1] * hidden.shape[2] == size:
+        dots(h, start, rows, hidden, width, out)
+    else:
+        product(h, start, size, rows, hidden, width, out)
 
 
 @compiled  # type: ignore[untyped-decorator]
 def run_rnn(
-    relu: bool,
-    driven: Reals,
-    outputs: Reals,
-    hidden: Reals,
-    h: Reals,
-    starts: NDArray[np.bool_],
-    entry: Reals,
-    sums: Reals,
-    first: int,
-    last: int,
-) -> None:
+    relu: bool, driven: Reals, outputs: Reals, hidden: Reals, h: Reals, starts: NDArray[np.bool_],
+    entry: Reals, sums: Reals, first: int, last: int,
+) -> None:  # fmt: skip
     """Run an RNN with tanh or ReLU."""
     samples, size = h.shape
     width, own = sums.shape[1], sums[first:last].reshape(-1)
@@ -41,9 +44,8 @@ def run_rnn(
     for t in range(driven.shape[0]):
         if starts.shape[0]:
             enter(starts[t], entry, h, 0, first, last)
-        if hidden.shape[0]:
-            own[:] = 0
-            product(states, first * size, size, last - first, hidden, width, own)
+        own[:] = 0
+        _multiply(states, first * size, size, last - first, hidden, width, own)
         for b in range(first, last):
             at, row, z = (t * samples + b) * size, b * size, (b - first) * width
             for j in range(0, size, LANES):
@@ -55,17 +57,9 @@ def run_rnn(
 
 @compiled  # type: ignore[untyped-decorator]
 def run_gru(
-    driven: Reals,
-    outputs: Reals,
-    bias: Reals,
-    hidden: Reals,
-    h: Reals,
-    starts: NDArray[np.bool_],
-    entry: Reals,
-    sums: Reals,
-    first: int,
-    last: int,
-) -> None:
+    driven: Reals, outputs: Reals, bias: Reals, hidden: Reals, h: Reals, starts: NDArray[np.bool_],
+    entry: Reals, sums: Reals, first: int, last: int,
+) -> None:  # fmt: skip
     """Run a GRU; ``bias`` (3 H) is added to U h."""
     samples, size = h.shape
     width, own = sums.shape[1], sums[first:last].reshape(-1)
@@ -73,10 +67,9 @@ def run_gru(
     for t in range(driven.shape[0]):
         if starts.shape[0]:
             enter(starts[t], entry, h, 0, first, last)
-        if hidden.shape[0]:
-            for b in range(last - first):
-                own[b * width : b * width + 3 * size] = bias
-            product(states, first * size, size, last - first, hidden, width, own)
+        for b in range(last - first):
+            own[b * width : b * width + 3 * size] = bias
+        _multiply(states, first * size, size, last - first, hidden, width, own)
         for b in range(first, last):
             at, row, u = (t * samples + b) * size, b * size, (b - first) * width
             for j in range(0, size, LANES):
@@ -92,18 +85,9 @@ def run_gru(
 
 @compiled  # type: ignore[untyped-decorator]
 def run_lstm(
-    driven: Reals,
-    outputs: Reals,
-    before: Reals,
-    hidden: Reals,
-    h: Reals,
-    c: Reals,
-    starts: NDArray[np.bool_],
-    entry: Reals,
-    sums: Reals,
-    first: int,
-    last: int,
-) -> None:
+    driven: Reals, outputs: Reals, before: Reals, hidden: Reals, h: Reals, c: Reals,
+    starts: NDArray[np.bool_], entry: Reals, sums: Reals, first: int, last: int,
+) -> None:  # fmt: skip
     """Run an LSTM.
 
     The gates i, f, g, o overwrite ``driven``. ``before`` (L, B, H) receives c before each step,
@@ -117,9 +101,8 @@ def run_lstm(
         if starts.shape[0]:
             enter(starts[t], entry, c, size, first, last)
             enter(starts[t], entry, h, 0, first, last)
-        if hidden.shape[0]:
-            own[:] = 0
-            product(states, first * size, size, last - first, hidden, width, own)
+        own[:] = 0
+        _multiply(states, first * size, size, last - first, hidden, width, own)
         for b in range(first, last):
             at, row, u = (t * samples + b) * size, b * size, (b - first) * width
             for j in range(0, size, LANES):
@@ -145,14 +128,9 @@ def run_lstm(
 
 @compiled  # type: ignore[untyped-decorator]
 def run_cells(
-    gates: Reals,
-    before: Reals,
-    c: Reals,
-    starts: NDArray[np.bool_],
-    entry: Reals,
-    first: int,
+    gates: Reals, before: Reals, c: Reals, starts: NDArray[np.bool_], entry: Reals, first: int,
     last: int,
-) -> None:
+) -> None:  # fmt: skip
     """Run an LSTM's c alone. ``gates`` are all that enters the gates, overwritten by i, f, g, o."""
     samples, size = c.shape
     flat, cells, cells_before = gates.reshape(-1), c.reshape(-1), before.reshape(-1)

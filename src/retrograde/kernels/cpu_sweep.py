@@ -20,7 +20,7 @@ class SweepArrays(NamedTuple):
     keep: Reals  # (L, B, H)
     inner: Reals  # (L, B, H), a GRU's overwritten too
     losses: Reals  # (L, B, H)
-    hidden: Reals  # (K·H, H), in panels; or none, and the caller multiplies a step's gates by them
+    hidden: Reals  # (K·H, H), in panels, or (1, K·H, H) as they lie
     starts: NDArray[np.bool_]  # (L, B), with ``to_entry`` as in the whole backward pass
     to_entry: Reals
 
@@ -40,8 +40,7 @@ def sweep_state(of: SweepArrays, g: Reals, room: Reals, first: int, last: int) -
     """Sweep samples first … last − 1 of an RNN or GRU.
 
     ``g`` (B, H), the gradient after the last step, is overwritten by that before step 0. ``room``
-    (B, W ≥ H) holds whole vectors, if there are weights. Otherwise it receives the part of the
-    gradient that bypasses the gates.
+    (B, W ≥ H) holds whole vectors.
     """
     gates, keep, losses, hidden = of.gates, of.keep, of.losses, of.hidden
     starts, to_entry = of.starts, of.to_entry
@@ -62,11 +61,10 @@ def sweep_state(of: SweepArrays, g: Reals, room: Reals, first: int, last: int) -
                 if keep.shape[0]:
                     store(before, to + j, x * load(kept, at, left), left)
                     store(s_n, at, x * load(s_n, at, left), left)
-        if hidden.shape[0]:
-            to = (t * samples + first) * width
-            product(s, to, width, last - first, hidden, wide, before)
-            for b in range(last - first):
-                g[first + b] = before[b * wide : b * wide + size]
+        to = (t * samples + first) * width
+        product(s, to, width, last - first, hidden, wide, before)
+        for b in range(last - first):
+            g[first + b] = before[b * wide : b * wide + size]
         if starts.shape[0]:
             leave(starts[t], g, to_entry, first, last)
 
@@ -75,8 +73,8 @@ def sweep_state(of: SweepArrays, g: Reals, room: Reals, first: int, last: int) -
 def sweep_lstm(of: SweepArrays, g: Reals, room: Reals, first: int, last: int) -> None:
     """Sweep samples first … last − 1 of an LSTM.
 
-    ``g`` (B, 2 H), the gradient after the last step, is overwritten by that before step 0. Without
-    weights only the gradient of c is. ``room`` (B, W ≥ H) holds whole vectors.
+    ``g`` (B, 2 H), the gradient after the last step, is overwritten by that before step 0. ``room``
+    (B, W ≥ H) holds whole vectors.
     """
     gates, losses, hidden = of.gates, of.losses, of.hidden
     starts, to_entry = of.starts, of.to_entry
@@ -98,12 +96,11 @@ def sweep_lstm(of: SweepArrays, g: Reals, room: Reals, first: int, last: int) ->
                 store(s, v + size, d * load(s, v + size, left), left)
                 store(s, v + 2 * size, d * load(s, v + 2 * size, left), left)
                 store(s, v + 3 * size, x * load(s, v + 3 * size, left), left)
-        if hidden.shape[0]:
-            before[:] = 0
-            at = (t * samples + first) * 4 * size
-            product(s, at, 4 * size, last - first, hidden, wide, before)
-            for b in range(last - first):
-                g[first + b, :size] = before[b * wide : b * wide + size]
+        before[:] = 0
+        at = (t * samples + first) * 4 * size
+        product(s, at, 4 * size, last - first, hidden, wide, before)
+        for b in range(last - first):
+            g[first + b, :size] = before[b * wide : b * wide + size]
         if starts.shape[0]:
             leave(starts[t], g, to_entry, first, last)
 

@@ -85,19 +85,28 @@ def _at(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> 
     return builder.bitcast(builder.gep(data, [index]), pointer), array_type.dtype.bitwidth // 8
 
 
-def _mask(builder: Any, left: Any) -> Any:
+def mask(builder: Any, left: Any) -> Any:
     """Write the code of a mask that is true in the first ``left`` lanes."""
     numbers = ir.Constant(vector_of(left.type), list(range(LANES)))
     return builder.icmp_signed("<", numbers, broadcast(builder, left))
 
 
-def _masked(builder: Any, name: str, kind: Any, result: Any, arguments: list[Any]) -> Any:
+def masked(builder: Any, name: str, kind: Any, result: Any, arguments: list[Any]) -> Any:
     """Write a call of LLVM's masked load or store."""
     element = "f64" if isinstance(kind.element, ir.DoubleType) else "f32"
     full = f"llvm.masked.{name}.v{LANES}{element}.p0"
     signature = ir.FunctionType(result, [a.type for a in arguments])
     function = builder.module.globals.get(full) or ir.Function(builder.module, signature, full)
     return builder.call(function, arguments)
+
+
+def total_of(builder: Any, vector: Any) -> Any:
+    """Write the code of the sum of a vector's numbers."""
+    element = vector.type.element
+    name = f"llvm.vector.reduce.fadd.v{LANES}f{64 if isinstance(element, ir.DoubleType) else 32}"
+    signature = ir.FunctionType(element, [element, vector.type])
+    function = builder.module.globals.get(name) or ir.Function(builder.module, signature, name)
+    return builder.call(function, [ir.Constant(element, -0.0), vector], fastmath=("reassoc",))
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -115,12 +124,12 @@ def load(_: Any, array: Any, index: Any, left: Any) -> Any:
                 from_plain = builder.block
             with otherwise:
                 zero = _constant(vector, 0.0)
-                rest = [pointer, ir.IntType(32)(align), _mask(builder, args[2]), zero]
-                masked = _masked(builder, "load", vector, vector, rest)
-                from_masked = builder.block
+                rest = [pointer, ir.IntType(32)(align), mask(builder, args[2]), zero]
+                short = masked(builder, "load", vector, vector, rest)
+                from_short = builder.block
         found = builder.phi(vector)
         found.add_incoming(plain, from_plain)
-        found.add_incoming(masked, from_masked)
+        found.add_incoming(short, from_short)
         return found
 
     return kind(array, types.intp, types.intp), code
@@ -137,8 +146,8 @@ def store(_: Any, array: Any, index: Any, value: Any, left: Any) -> Any:
             with then:
                 builder.store(args[2], pointer, align=align)
             with otherwise:
-                rest = [args[2], pointer, ir.IntType(32)(align), _mask(builder, args[3])]
-                _masked(builder, "store", args[2].type, ir.VoidType(), rest)
+                rest = [args[2], pointer, ir.IntType(32)(align), mask(builder, args[3])]
+                masked(builder, "store", args[2].type, ir.VoidType(), rest)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, value, types.intp), code

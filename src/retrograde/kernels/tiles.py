@@ -6,13 +6,25 @@ a BLAS function takes longer than its arithmetic. Every tile adds the terms of a
 order, so a row's result does not depend on the rows beside it.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from torch import Tensor
 
-from retrograde.kernels.lanes import LANES, Reals, broadcast, compiled, intrinsic, vector_of
+from retrograde.kernels.lanes import (
+    LANES,
+    Reals,
+    broadcast,
+    compiled,
+    inlined,
+    intrinsic,
+    mask,
+    masked,
+    total_of,
+    vector_of,
+)
 
 #: The columns of a panel.
 PANEL = 3 * LANES
@@ -25,26 +37,26 @@ def product(a: Reals, start: int, stride: int, rows: int, u: Reals, width: int, 
     """Add a @ u to out.
 
     ``a`` and ``out`` are flat. The rows of ``a`` begin at ``start``, ``stride`` apart, and have R
-    numbers. ``u`` is in :func:`panels` (P, R, PANEL), or a plain matrix (1, R, W). W and
-    ``width``, the row length of ``out``, are multiples of :data:`LANES`.
+    numbers. ``u`` is in :func:`panels` (P, R, PANEL), or a plain matrix (1, R, W). ``width``, the
+    row length of ``out``, is a multiple of :data:`LANES`.
     """
-    count = -(-width // PANEL)
+    full = width - LANES if u.shape[2] % LANES else width  # the last vector of a row may be short
+    count = -(-full // PANEL)
     for p in range(count):
-        left = width - p * PANEL
+        left = full - p * PANEL
         for row in range(0, rows - 3, 4):
             at, to = start + row * stride, row * width + p * PANEL
-            if left >= PANEL:
-                _tile(a, at, stride, 1, u, p, out, to, width, 4, 3)
-            elif left > LANES:
-                _tile(a, at, stride, 1, u, p, out, to, width, 4, 2)
-            else:
-                _tile(a, at, stride, 1, u, p, out, to, width, 4, 1)
+            _in_panel(a, at, stride, 1, u, p, out, to, width, left, 4)
+    for row in range(0, rows - 3 if full < width else 0, 4):
+        _tile(a, start + row * stride, stride, 1, u, 0, out, row * width + full, width, 4, 0)
     for row in range(rows - rows % 4, rows):
         at, p = start + row * stride, 0
-        while width - p * PANEL >= 3 * PANEL:
+        if full < width:
+            _tile(a, at, stride, 1, u, 0, out, row * width + full, width, 1, 0)
+        while full - p * PANEL >= 3 * PANEL:
             _tile(a, at, stride, 1, u, p, out, row * width + p * PANEL, width, 1, 9)
             p += 3
-        vectors = (width - p * PANEL) // LANES
+        vectors = (full - p * PANEL) // LANES
         if vectors == 8:  # additions to few sums would wait for one another
             _tile(a, at, stride, 1, u, p, out, row * width + p * PANEL, width, 1, 8)
             p += 3
@@ -52,8 +64,32 @@ def product(a: Reals, start: int, stride: int, rows: int, u: Reals, width: int, 
             _tile(a, at, stride, 1, u, p, out, row * width + p * PANEL, width, 1, 6)
             p += 2
         while p < count:
-            _one_row(a, at, 1, u, p, out, row * width, width)
+            to, left = row * width + p * PANEL, full - p * PANEL
+            _in_panel(a, at, 0, 1, u, p, out, to, width, left, 1)
             p += 1
+
+
+@compiled  # type: ignore[untyped-decorator]
+def dots(a: Reals, start: int, rows: int, w: Reals, width: int, out: Reals) -> None:
+    """Add a @ wᵀ to out, where the terms of a sum are neighbours in both.
+
+    ``a`` and ``out`` are flat. The rows of ``a`` begin at ``start``, and those of ``out`` are
+    ``width`` long. ``w`` is a plain matrix (N, 1, R).
+    """
+    columns, terms = w.shape[0], w.shape[2]
+    four, eight = rows - rows % 4, columns - columns % 8
+    three = columns - columns % 3 if four else 0
+    for j in range(0, three, 3):
+        for row in range(0, four, 4):
+            _dots(a, start + row * terms, w, j, out, row * width + j, width, 4, 3)
+    for j in range(three, columns if four else 0):
+        for row in range(0, four, 4):
+            _dots(a, start + row * terms, w, j, out, row * width + j, width, 4, 1)
+    for row in range(four, rows):
+        for j in range(0, eight, 8):
+            _dots(a, start + row * terms, w, j, out, row * width + j, width, 1, 8)
+        for j in range(eight, columns):
+            _dots(a, start + row * terms, w, j, out, row * width + j, width, 1, 1)
 
 
 @compiled  # type: ignore[untyped-decorator]
@@ -69,28 +105,24 @@ def add_outer(a: Reals, column: int, stride: int, u: Reals, out: Reals) -> None:
         left = width - p * PANEL
         for i in range(0, columns - 3, 4):
             to = i * width + p * PANEL
-            if left >= PANEL:
-                _tile(a, column + i, 1, stride, u, p, flat, to, width, 4, 3)
-            elif left > LANES:
-                _tile(a, column + i, 1, stride, u, p, flat, to, width, 4, 2)
-            else:
-                _tile(a, column + i, 1, stride, u, p, flat, to, width, 4, 1)
+            _in_panel(a, column + i, 1, stride, u, p, flat, to, width, left, 4)
         for i in range(columns - columns % 4, columns):
-            _one_row(a, column + i, stride, u, p, flat, i * width, width)
+            to = i * width + p * PANEL
+            _in_panel(a, column + i, 0, stride, u, p, flat, to, width, left, 1)
 
 
-@compiled  # type: ignore[untyped-decorator]
-def _one_row(
-    a: Reals, at: int, to_term: int, u: Reals, p: int, out: Reals, row: int, width: int
-) -> None:
-    """Add one panel's part to the row of ``out`` that begins at ``row``."""
-    left, to = width - p * PANEL, row + p * PANEL
+@inlined  # type: ignore[untyped-decorator]
+def _in_panel(
+    a: Reals, at: int, to_row: int, to_term: int, u: Reals, p: int, out: Reals, to: int, width: int,
+    left: int, rows: int,
+) -> None:  # fmt: skip
+    """Add the tile of ``rows`` rows that one panel gives, of which ``left`` columns are in use."""
     if left >= PANEL:
-        _tile(a, at, 0, to_term, u, p, out, to, width, 1, 3)
+        _tile(a, at, to_row, to_term, u, p, out, to, width, rows, 3)
     elif left > LANES:
-        _tile(a, at, 0, to_term, u, p, out, to, width, 1, 2)
+        _tile(a, at, to_row, to_term, u, p, out, to, width, rows, 2)
     else:
-        _tile(a, at, 0, to_term, u, p, out, to, width, 1, 1)
+        _tile(a, at, to_row, to_term, u, p, out, to, width, rows, 1)
 
 
 def panels(u: Tensor) -> Tensor:
@@ -128,39 +160,58 @@ def whole_vectors(width: int) -> Any:
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def _tile(
-    _: Any,
-    a: Any,
-    at: Any,
-    to_row: Any,
-    to_term: Any,
-    u: Any,
-    panel: Any,
-    out: Any,
-    to: Any,
-    width: Any,
-    rows: Any,
-    vectors: Any,
-) -> Any:
-    """Add one tile of a @ u to ``out`` at ``to``.
+    _: Any, a: Any, at: Any, to_row: Any, to_term: Any, u: Any, panel: Any, out: Any, to: Any,
+    width: Any, rows: Any, vectors: Any,
+) -> Any:  # fmt: skip
+    """Add one tile of a @ u to ``out``.
 
-    The tile has ``rows`` rows and ``vectors`` vectors, both literal numbers. Rows of ``a`` begin at
-    ``at``, ``to_row`` apart, and their terms are ``to_term`` apart. The columns begin with panel
-    number ``panel`` of ``u``, which is (panels, terms, PANEL) or (1, terms, W).
+    The tile has ``rows`` rows and ``vectors`` vectors, both literal numbers. With no vectors, it
+    has what is left of a row of ``u`` behind its whole ones. Rows of ``a`` begin at ``at``,
+    ``to_row`` apart, and their terms are ``to_term`` apart. Those of ``out`` begin at ``to``,
+    ``width`` apart. The columns begin with panel number ``panel`` of ``u``, which is (panels,
+    terms, PANEL) or (1, terms, W).
     """
-    n = types.intp
-    signature = types.void(a, n, n, n, u, n, out, n, n, rows, vectors)
-    shape = rows.literal_value, vectors.literal_value
+
+    def write(tile: "_Tile", args: Any, sizes: list[Any]) -> None:
+        tile.add(args[9:], args[1:4], args[5], args[7:9], sizes)
+
+    given = a, at, to_row, to_term, u, panel, out, to, width, rows, vectors
+    return _code_of(write, given, (0, 4, 6))
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def _dots(
+    _: Any, a: Any, at: Any, w: Any, first: Any, out: Any, to: Any, width: Any, rows: Any,
+    columns: Any,
+) -> Any:  # fmt: skip
+    """Add one tile of a @ wᵀ to ``out``.
+
+    Its rows are ``rows`` ones of ``a``, from ``at`` on. Its columns are ``columns`` rows of ``w``
+    (N, 1, terms), from number ``first`` on. Both are literal numbers.
+    """
+
+    def write(tile: "_Tile", args: Any, sizes: list[Any]) -> None:
+        tile.add_dots(args[7:], args[1], args[3], args[5:7], sizes[2])
+
+    return _code_of(write, (a, at, w, first, out, to, width, rows, columns), (0, 2, 4))
+
+
+def _code_of(write: Callable[..., None], given: Any, arrays: Any) -> Any:
+    """Return what numba asks of an intrinsic whose last two arguments are the tile's shape.
+
+    ``arrays`` are the places of a, u and out among its arguments.
+    """
+    kinds = [kind if k in arrays else types.intp for k, kind in enumerate(given[:-2])]
+    shape = [kind.literal_value for kind in given[-2:]]
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        arrays = [
-            context.make_array(signature.args[i])(context, builder, args[i]) for i in (0, 4, 6)
-        ]
-        tile = _Tile(builder, [array.data for array in arrays], a.dtype.bitwidth // 8)
-        sizes = [builder.extract_value(arrays[1].shape, i) for i in range(3)]
-        tile.add(shape, args[1:4], args[5], args[7:9], sizes)
+        own = [context.make_array(signature.args[i])(context, builder, args[i]) for i in arrays]
+        tile = _Tile(builder, [array.data for array in own], given[0].dtype.bitwidth // 8)
+        sizes = [builder.extract_value(own[1].shape, i) for i in range(3)]
+        write(tile, [*args[:-2], *shape], sizes)
         return context.get_dummy_value()
 
-    return signature, code
+    return types.void(*kinds, *given[-2:]), code
 
 
 class _Tile:
@@ -174,39 +225,96 @@ class _Tile:
     def add(
         self, shape: tuple[int, int], of_a: Any, panel: Any, of_out: Any, of_u: list[Any]
     ) -> None:
-        """Write the code of a tile of ``shape`` (rows, vectors), with :func:`_tile`'s places."""
+        """Write the code of a tile, with :func:`_tile`'s ``shape`` and places."""
         b, (rows, vectors) = self.builder, shape
         (at, to_row, to_term), (to, width), (count, terms, wide) = of_a, of_out, of_u
-        alone = b.icmp_signed("==", count, _INDEX(1))
-        to_panel = b.select(alone, _INDEX(PANEL), b.mul(terms, _INDEX(PANEL)))
-        pairs = [(i, j) for i in range(rows) for j in range(vectors)]
-        places = {(i, j): self._plus(to, b.mul(width, _INDEX(i)), j * LANES) for i, j in pairs}
+        if vectors:
+            alone = b.icmp_signed("==", count, _INDEX(1))
+            to_panel = b.select(alone, _INDEX(PANEL), b.mul(terms, _INDEX(PANEL)))
+            columns = [self._column(panel, j, to_panel) for j in range(vectors)]
+            left = None
+        else:
+            left = b.and_(wide, _INDEX(LANES - 1))
+            columns = [b.sub(wide, left)]
+        places = self._places(to, width, rows, range(0, max(vectors, 1) * LANES, LANES))
         firsts = [self._plus(at, b.mul(to_row, _INDEX(i))) for i in range(rows)]
-        columns = [self._column(panel, j, to_panel) for j in range(vectors)]
+
+        def read(term: Any) -> tuple[list[Any], list[Any]]:
+            row, step = b.mul(term, wide), b.mul(term, to_term)
+            factors = [self._load(self.u, self._plus(column, row), left) for column in columns]
+            return factors, [self._spread(self._plus(first, step)) for first in firsts]
+
+        sums = self._sums(rows, len(columns), terms, 1, read)
+        for pair, place in places.items():
+            total = b.fadd(self._load(self.out, place), sums[pair])
+            b.store(total, self._vector_at(self.out, place), align=self.item_bytes)
+
+    def add_dots(
+        self, shape: tuple[int, int], at: Any, first: Any, of_out: Any, terms: Any
+    ) -> None:
+        """Write the code of a tile, with :func:`_dots`'s ``shape`` and places."""
+        b, (rows, columns), (to, width) = self.builder, shape, of_out
+        places = self._places(to, width, rows, range(columns))
+        firsts = [self._plus(at, b.mul(terms, _INDEX(i))) for i in range(rows)]
+        others = [b.mul(self._plus(first, j), terms) for j in range(columns)]
+
+        left = b.and_(terms, _INDEX(LANES - 1))
+        whole = b.sub(terms, left)
+
+        def read(term: Any, left: Any = None) -> tuple[list[Any], list[Any]]:
+            factors = [self._load(self.u, self._plus(other, term), left) for other in others]
+            return factors, [self._load(self.a, self._plus(one, term), left) for one in firsts]
+
+        def read_rest(term: Any) -> tuple[list[Any], list[Any]]:
+            return read(whole, left)
+
+        sums = self._sums(rows, columns, whole, LANES, read)
+        sums = self._sums(rows, columns, left, LANES, read_rest, sums)
+        for pair, place in places.items():
+            pointer = b.gep(self.out, [place])
+            b.store(b.fadd(b.load(pointer), total_of(b, sums[pair])), pointer)
+
+    def _sums(
+        self, rows: int, columns: int, terms: Any, step: int, read: Any, start: Any = None
+    ) -> dict[tuple[int, int], Any]:
+        """Write the loop over terms, ``step`` at a time. ``read`` writes the loads of factors."""
+        b, zero = self.builder, ir.Constant(self.vector, [0.0] * LANES)
+        pairs = [(i, j) for i in range(rows) for j in range(columns)]
+        start = start or dict.fromkeys(pairs, zero)
         before, loop, done = b.block, b.append_basic_block("terms"), b.append_basic_block("done")
-        b.branch(loop)
+        b.cbranch(b.icmp_signed(">", terms, _INDEX(0)), loop, done)
         b.position_at_end(loop)
         term = b.phi(_INDEX)
-        sums = {pair: b.phi(self.vector) for pair in pairs}
-        row = b.mul(term, wide)
-        factors = [self._load(self.u, self._plus(column, row)) for column in columns]
-        step, after = b.mul(term, to_term), {}
-        for i in range(rows):
-            x = broadcast(b, b.load(b.gep(self.a, [self._plus(firsts[i], step)])))
-            for j in range(vectors):
-                more = b.fmul(x, factors[j], flags=("contract",))
-                after[i, j] = b.fadd(sums[i, j], more, flags=("contract",))
-        following = self._plus(term, 1)
-        zero = ir.Constant(self.vector, [0.0] * LANES)
-        changing = [(term, _INDEX(0), following), *((sums[p], zero, after[p]) for p in pairs)]
-        for value, start, end in changing:
-            value.add_incoming(start, before)
-            value.add_incoming(end, loop)
+        sums, after = {pair: b.phi(self.vector) for pair in pairs}, {}
+        factors, others = read(term)
+        for i, j in pairs:
+            more = b.fmul(others[i], factors[j], flags=("contract",))
+            after[i, j] = b.fadd(sums[i, j], more, flags=("contract",))
+        following = self._plus(term, step)
+        for value, first, last in [(term, _INDEX(0), following)] + [
+            (sums[pair], start[pair], after[pair]) for pair in pairs
+        ]:
+            value.add_incoming(first, before)
+            value.add_incoming(last, loop)
         b.cbranch(b.icmp_signed("<", following, terms), loop, done)
         b.position_at_end(done)
-        for pair, place in places.items():
-            total = b.fadd(self._load(self.out, place), after[pair])
-            b.store(total, self._vector_at(self.out, place), align=self.item_bytes)
+        found = {pair: b.phi(self.vector) for pair in pairs}
+        for pair, value in found.items():
+            value.add_incoming(start[pair], before)
+            value.add_incoming(after[pair], loop)
+        return found
+
+    def _places(self, to: Any, width: Any, rows: int, columns: Any) -> dict[tuple[int, int], Any]:
+        """Return where in ``out`` each sum belongs."""
+        b = self.builder
+        return {
+            (i, j): self._plus(to, b.mul(width, _INDEX(i)), column)
+            for i in range(rows)
+            for j, column in enumerate(columns)
+        }
+
+    def _spread(self, place: Any) -> Any:
+        return broadcast(self.builder, self.builder.load(self.builder.gep(self.a, [place])))
 
     def _column(self, panel: Any, vector: int, to_panel: Any) -> Any:
         """Return where in ``u`` a vector begins; ``vector`` counts from the panel's first one."""
@@ -222,5 +330,11 @@ class _Tile:
     def _vector_at(self, pointer: Any, place: Any) -> Any:
         return self.builder.bitcast(self.builder.gep(pointer, [place]), self.vector.as_pointer())
 
-    def _load(self, pointer: Any, place: Any) -> Any:
-        return self.builder.load(self._vector_at(pointer, place), align=self.item_bytes)
+    def _load(self, pointer: Any, place: Any, left: Any = None) -> Any:
+        """Write the load of a vector; lanes from ``left`` on are zero, if it is given."""
+        b, at = self.builder, self._vector_at(pointer, place)
+        if left is None:
+            return b.load(at, align=self.item_bytes)
+        zero = ir.Constant(self.vector, [0.0] * LANES)
+        given = [at, ir.IntType(32)(self.item_bytes), mask(b, left), zero]
+        return masked(b, "load", self.vector, self.vector, given)

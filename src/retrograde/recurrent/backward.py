@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from retrograde.kernels import BlockSweep, blas_kernels, kernels
+from retrograde.kernels import BlockSweep, in_place, kernels
 from retrograde.kernels.cells import Block, Slopes, Weights, slopes
 from retrograde.kernels.sweep import safe_chunk
 from retrograde.recurrent.bytes import LAID_ROWS, LARGE, Means
@@ -36,24 +36,17 @@ class LayerBackward:
     """
 
     def __init__(
-        self,
-        weights: Weights,
-        totals: dict[str, Tensor],
-        batch: int,
-        rows: int,
-        *,
-        chunk: int | None = None,
-        means: Means = "loops",
-        at_once: bool = False,
+        self, weights: Weights, totals: dict[str, Tensor], batch: int, rows: int, *,
+        chunk: int | None = None, means: Means = "loops", at_once: bool = False,
         resets: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         hidden = weights.hidden
         on_cpu = hidden.device.type == "cpu"
         self.weights, self.totals, self.chunk = weights, totals, chunk
         self.rows, self.at_once = rows, at_once or not on_cpu
         self.use = kernels(hidden.device.type, hidden.dtype, weights.size)
-        if means == "blas":
-            self.use = blas_kernels()
+        if means == "in place":
+            self.use = in_place(hidden.dtype, weights.size)
         if resets:
             self.use = self.use.resetting
         if chunk is not None and on_cpu:  # a GPU would have to be waited for
@@ -64,7 +57,7 @@ class LayerBackward:
         self.loops: Backward | None = None
         self.samples = -1
         self.laid_rows = LAID_ROWS if on_cpu else rows  # on a GPU each part is another launch
-        if means == "blas":
+        if means == "in place":
             self.laid_rows = 0
         self.sweep: BlockSweep | None = None
 

@@ -55,22 +55,11 @@ class BudgetedRNN(nn.RNNBase):
     schedule: Schedule | None
 
     def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int = 1,
-        bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
-        proj_size: int = 0,
-        device: Any = None,
-        dtype: Any = None,
-        *,
-        memory: Memory | None = None,
-        backward: Backward | None = None,
-        schedule: Schedule | None = None,
-    ) -> None:
+        self, input_size: int, hidden_size: int, num_layers: int = 1, bias: bool = True,
+        batch_first: bool = False, dropout: float = 0.0, bidirectional: bool = False,
+        proj_size: int = 0, device: Any = None, dtype: Any = None, *, memory: Memory | None = None,
+        backward: Backward | None = None, schedule: Schedule | None = None,
+    ) -> None:  # fmt: skip
         sizes, options = (input_size, hidden_size, num_layers), {"device": device, "dtype": dtype}
         if proj_size:  # torch's RNN and GRU refuse the name
             options["proj_size"] = proj_size
@@ -282,13 +271,9 @@ class BudgetedRNN(nn.RNNBase):
         return tuple(hx) if isinstance(hx, tuple | list) and len(hx) == 2 else None
 
     def _call_of(
-        self,
-        input: Any,
-        hx: Any,
-        weights: list[Tensor] | None = None,
-        reset: Any = None,
+        self, input: Any, hx: Any, weights: list[Tensor] | None = None, reset: Any = None,
         reset_state: Any = None,
-    ) -> Call:
+    ) -> Call:  # fmt: skip
         """Return the call with these arguments, with the weights as they were last computed."""
         hidden, entry = self._state_of(hx), self._state_of(reset_state)
         if hidden is None or entry is None:

@@ -18,10 +18,10 @@ from retrograde.kernels.tiles import PANEL
 from retrograde.plan.fit import Curve
 
 #: What runs the layers. ``"loops"`` is one loop for a whole backward pass. ``"sweeps"`` is loops
-#: for the recurrence, and matrix products for the rest. ``"blas"`` is one product per step, which
-#: needs no copy of the weights. ``"torch"``, on a GPU, is the vendor's forward pass, torch's
+#: for the recurrence, and matrix products for the rest. ``"in place"`` is the same, but reads the
+#: weights without a copy of them. ``"torch"``, on a GPU, is the vendor's forward pass, torch's
 #: operations and compiled sweeps.
-Means = Literal["loops", "sweeps", "blas", "torch"]
+Means = Literal["loops", "sweeps", "in place", "torch"]
 
 #: The bytes of the inputs' contribution to the gates that are held at a time.
 FORWARD_BYTES = 2**20
@@ -30,7 +30,7 @@ FORWARD_BYTES = 2**20
 LARGE = 2**18
 
 #: The rows of the outputs' gradient that are copied into contiguous memory at a time, if they must
-#: be. BLAS copies one step at a time.
+#: be. What runs in place copies one step at a time.
 LAID_ROWS = 128
 
 # The most rows whose gradients may be added to a total in place, one sum of 64 rows after the
@@ -129,7 +129,7 @@ class Layer:
         dropped = self.tracks > 1 or self.drops
         numbers = rows * size + 2 * self.batch * 2 * size  # before steps; entering states
         if self.top:
-            laid = {"blas": 0, "torch": rows}.get(self.back, min(rows, LAID_ROWS))
+            laid = {"in place": 0, "torch": rows}.get(self.back, min(rows, LAID_ROWS))
             numbers += max(laid, self.batch) * size
             # With two tracks, its states and their gradients are reversed in time.
             numbers += 2 * rows * size if self.tracks > 1 else 0
@@ -192,9 +192,9 @@ class Layer:
             assert self.vendor is not None
             steps = -(-rows // self.batch)
             return -(-int(self.vendor(steps)) // self.item) if steps else 0
-        if self.onward == "blas":
-            return (rows * (gates > self.size) + self.batch) * gates + gates
-        numbers = _whole(gates, PANEL) * self.size + self.batch * _whole(gates) + gates
+        numbers = self.batch * _whole(gates) + gates
+        if self.onward == "loops":
+            numbers += _whole(gates, PANEL) * self.size
         if not self.kind.startswith("RNN"):
             numbers += rows * gates
         return numbers
@@ -202,8 +202,8 @@ class Layer:
     def _fixed(self, rows: int) -> int:
         """Return the numbers that a backward pass holds throughout."""
         size, width, gates = self.size, self.width, GATES[self.kind] * self.size
-        if self.back in ("blas", "torch"):
-            return self.batch * size + 16  # a wide sweep's table, and the random state of its graph
+        if self.back in ("in place", "torch"):  # a wide sweep's table, its graph's random state
+            return self.batch * _whole(size) + 16
         if not self.loops:
             return gates * _whole(size, PANEL) + self.threads * self.batch * _whole(size)
         steps = max(1, rows // self.batch)

@@ -86,16 +86,9 @@ class Call:
     """
 
     def __init__(
-        self,
-        module: "BudgetedRNN",
-        x: Tensor,
-        state: State,
-        sizes: Tensor | None = None,
-        *,
-        weights: Tensors | None = None,
-        given: bool = True,
-        sorts: bool = False,
-    ) -> None:
+        self, module: "BudgetedRNN", x: Tensor, state: State, sizes: Tensor | None = None, *,
+        weights: Tensors | None = None, given: bool = True, sorts: bool = False,
+    ) -> None:  # fmt: skip
         self.module, self.x, self.state, self.sizes = module, x, state, sizes
         self.weights = last_weights(module) if weights is None else weights
         self.given, self.sorts = given, sorts
@@ -191,15 +184,9 @@ class Call:
         return x, tuple(torch.cat(parts) for parts in zip(*finals, strict=True))
 
     def _run(
-        self,
-        runner: Kernel | HeldPlan,
-        schedule: Schedule,
-        net: Layers,
-        x: Tensor,
-        state: Tensors,
-        masks: Dropout | None,
-        resets: Anew | None,
-    ) -> tuple[Tensor, Tensors]:
+        self, runner: Kernel | HeldPlan, schedule: Schedule, net: Layers, x: Tensor,
+        state: Tensors, masks: Dropout | None, resets: Anew | None,
+    ) -> tuple[Tensor, Tensors]:  # fmt: skip
         """Run one recurrence by a schedule. Returns the outputs and the last state."""
         held = isinstance(runner, HeldPlan)
         layout = Rows(self.length, self.sizes, numbered=masks is not None and not held)

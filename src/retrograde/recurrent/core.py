@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from retrograde.errors import RetrogradeError
-from retrograde.kernels import blas_kernels, kernels
+from retrograde.kernels import in_place, kernels
 from retrograde.kernels.cells import Block, Kept, Resets, Weights
 from retrograde.kernels.team import paced
 from retrograde.recurrent.backward import LayerBackward
@@ -62,15 +62,9 @@ class HeldLayers(Core):
     strides = True
 
     def __init__(
-        self,
-        net: Layers,
-        rows: Rows,
-        batch: int,
-        plan: HeldPlan,
-        *,
-        masks: Dropout | None = None,
+        self, net: Layers, rows: Rows, batch: int, plan: HeldPlan, *, masks: Dropout | None = None,
         resets: Anew | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.net, self.rows, self.batch, self.chunk = net, rows, batch, plan.chunk
         self.kept, self.block = plan.kept, min(plan.block, rows.length * batch)
         self.masks, self.at_once = masks, sums_at_once(rows.length, batch)
@@ -87,7 +81,8 @@ class HeldLayers(Core):
         loops: Means = "loops"
         self.back = plan.back or (loops,) * self.count
         use = kernels(weight.device.type, weight.dtype, self.size)
-        self.forward = blas_kernels().forward if plan.onward == "blas" else use.forward
+        onward = in_place(weight.dtype, self.size) if plan.onward == "in place" else use
+        self.forward = onward.forward
         self.recall = use.recall
         #: Whether a second run can take h from the outputs of the top layer, instead of running
         #: step by step.
@@ -109,10 +104,7 @@ class HeldLayers(Core):
         return [x.new_empty(*x.shape[:-1], self.size * len(self.tracks))]
 
     def totals(self) -> list[Tensor | None]:
-        return [
-            torch.zeros_like(w, dtype=self.real, memory_format=torch.contiguous_format)
-            for w in self.parameters
-        ]
+        return [torch.zeros_like(w, dtype=self.real) for w in self.parameters]
 
     def ordinary(
         self, layout: Layout, inputs: Tensors, state: Tensors, gate: Gate
@@ -194,14 +186,9 @@ class HeldLayers(Core):
             self.to_entries = None
 
     def _record(
-        self,
-        tape: _LayerTape,
-        inputs: Inputs,
-        number: int,
-        k: int,
-        weights: Weights,
+        self, tape: _LayerTape, inputs: Inputs, number: int, k: int, weights: Weights,
         emit: Emit | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Run a layer over a range; its state goes from before the range to after it."""
         top, own = k == self.count - 1, number * self.count + k
         emits = emit not in (None, discard)
@@ -234,14 +221,9 @@ class HeldLayers(Core):
             del x, into  # before the next ones are made
 
     def _follow(
-        self,
-        tape: _LayerTape | None,
-        inputs: Inputs,
-        number: int,
-        span: Span,
-        weights: Weights,
+        self, tape: _LayerTape | None, inputs: Inputs, number: int, span: Span, weights: Weights,
         state: Tensors,
-    ) -> Kept | None:
+    ) -> Kept | None:  # fmt: skip
         """Move a top layer's state from before a span to after it, when its outputs exist already.
 
         No recurrence of h is run. Return an LSTM's gates, which its c needs; None for other layers.

@@ -97,13 +97,10 @@ def candidates(net: Layers, batch: int) -> list[Candidate]:
 
 
 def footprints(
-    several: Sequence[Candidate],
-    inputs: Inputs,
-    state: Tensors,
-    ordinary: Curve | Highest | None = None,
-    memory: Memory | None = None,
+    several: Sequence[Candidate], inputs: Inputs, state: Tensors,
+    ordinary: Curve | Highest | None = None, memory: Memory | None = None,
     first: Tensors | None = None,
-) -> list[Footprint]:
+) -> list[Footprint]:  # fmt: skip
     """Measure each candidate as :func:`footprint` does, which explains ``first``.
 
     ``ordinary`` gives the bytes of ordinary backpropagation. If it is None, they are measured on

@@ -64,13 +64,9 @@ class LayerForward:
         self.samples = -1
 
     def __call__(
-        self,
-        x: Tensor,
-        state: Tensors,
-        y: Tensor,
-        kept: Kept | None = None,
+        self, x: Tensor, state: Tensors, y: Tensor, kept: Kept | None = None,
         resets: Resets | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Run inputs x (L, n, I) and write the outputs to y (L, n, H).
 
         The state is (h,) or (h, c), each (n, H), and is overwritten. ``kept`` receives an LSTM's

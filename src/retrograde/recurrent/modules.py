@@ -52,23 +52,12 @@ class RNN(BudgetedRNN, nn.RNN):
     """
 
     def __init__(
-        self,
-        input_size: int,
-        hidden_size: int,
-        num_layers: int = 1,
-        nonlinearity: Literal["tanh", "relu"] = "tanh",
-        bias: bool = True,
-        batch_first: bool = False,
-        dropout: float = 0.0,
-        bidirectional: bool = False,
-        proj_size: int = 0,
-        device: Any = None,
-        dtype: Any = None,
-        *,
-        memory: Memory | None = None,
-        backward: Backward | None = None,
-        schedule: Schedule | None = None,
-    ) -> None:
+        self, input_size: int, hidden_size: int, num_layers: int = 1,
+        nonlinearity: Literal["tanh", "relu"] = "tanh", bias: bool = True,
+        batch_first: bool = False, dropout: float = 0.0, bidirectional: bool = False,
+        proj_size: int = 0, device: Any = None, dtype: Any = None, *, memory: Memory | None = None,
+        backward: Backward | None = None, schedule: Schedule | None = None,
+    ) -> None:  # fmt: skip
         sizes, options = (input_size, hidden_size, num_layers), {"device": device, "dtype": dtype}
         if proj_size:  # which torch refuses
             options["proj_size"] = proj_size

@@ -36,9 +36,9 @@ _RATE, _ELEMENT, _CALL = 1.35e5, 2.5e-3, 100.0
 # Microseconds for a span of a layer, and for each of its weights. The key says whether one loop
 # runs the backward pass, which sums the gradients of weights separately.
 _SPAN: dict[bool, tuple[float, float]] = {True: (180.0, 3e-4), False: (230.0, 1.1e-3)}
-# Microseconds for a step by BLAS in one direction, and for each hidden weight, which is not laid
-# out for BLAS.
-_STEP, _STEP_WEIGHT = 11.0, 1.7e-4
+# How much longer products with hidden weights take where these lie in place: forward, and in
+# addition by the number of units; and backward.
+_IN_PLACE, _FEW_UNITS, _BACK_IN_PLACE = 0.1, 32.0, 0.2
 _SWEEPS = 0.6  # forward passes that a GRU's separate sweeps cost more than one loop
 _TORCHS = 3e6  # operations per step above which oneDNN's LSTM is as fast as ours
 _THREAD_ROWS = 128  # the most rows that a thread of a backward pass buffers
@@ -196,20 +196,20 @@ class Planner:
         """The means that may run the layers, the fastest first.
 
         Loops need copies of the weights in a layout of their own. The backward pass holds the
-        copies of all layers at once. BLAS needs no copies, so it runs as many of the lower layers
-        as the budget requires.
+        copies of all layers at once. As many of the lower layers as the budget requires run
+        without, and slower.
         """
         layer, count = self.layers[0], 1 if self._both else len(self.layers)
         if layer.onward == "torch":
             return [HeldPlan(0, onward="torch", back=tuple([layer.onward] * count))]
         sweeps: tuple[Means, ...] = tuple(["sweeps"] * count)
-        blas: tuple[Means, ...] = tuple(["blas"] * count)
+        placed: tuple[Means, ...] = tuple(["in place"] * count)
         found = [HeldPlan(0)]
         if layer.loops:
             found.append(HeldPlan(0, back=sweeps))
         for lower in range(1, count + 1):
-            found.append(HeldPlan(0, back=blas[:lower] + sweeps[lower:]))
-        return [*found, HeldPlan(0, onward="blas", back=blas)]
+            found.append(HeldPlan(0, back=placed[:lower] + sweeps[lower:]))
+        return [*found, HeldPlan(0, onward="in place", back=placed)]
 
     def _in_ranges(
         self, lengths: Sequences, blocks: list[int], budget: int, told: dict[str, int]
@@ -290,14 +290,14 @@ class Planner:
         for layer in self._run_by(plan)[0]:
             size, gates = layer.size, GATES[layer.kind]
             weights = gates * size * (size + layer.width)
-            step = _STEP + _STEP_WEIGHT * gates * size**2
+            recurrent = 2 * gates * size**2 * lengths.rows / _RATE
             run = 2 * weights * lengths.rows / _RATE + _ELEMENT * lengths.rows * gates * size
             each, of_weight = _SPAN[layer.loops]
             total += (again + onward - 1) * run + spans * (each + of_weight * weights)
-            if plan.onward == "blas":
-                total += onward * lengths.length * step
-            if layer.back == "blas":
-                total += lengths.length * step
+            if plan.onward == "in place":
+                total += onward * (_IN_PLACE + _FEW_UNITS / size) * recurrent
+            if layer.back == "in place":
+                total += _BACK_IN_PLACE * recurrent
             if layer.kind == "GRU" and plan.back and not layer.loops:
                 total += _SWEEPS * run
         return total

@@ -42,6 +42,8 @@ from retrograde.units import Memory, as_bytes, asks_for_all
 
 T = TypeVar("T")
 
+_TURNING = 60 * 60  # the numbers that torch buffers while it copies a transposed matrix
+
 
 def find_plan(call: Call, memory: Memory) -> Plan:
     """Return the fastest plan of a call that fits a budget; the module caches it.
@@ -102,6 +104,9 @@ def _held_planner(call: Call, ordinary: Ordinary, memory: Memory | None) -> Plan
         curve = partial(forward_curve, call.length, memory)
         vendor = _known(call, memory, "forward", partial(_of_layers, call, curve))
         copied = sum(copied_bytes(net, apart=True) for net in nets)
+    else:  # what runs in place reads whole rows
+        turned = [w for net in nets for w in net.weights if not w.is_contiguous()]
+        copied = sum(w.nbytes for w in turned) + (_TURNING * x.itemsize if turned else 0)
     lowest = Layer(
         kind=first.mode,
         batch=call.batch,

@@ -112,14 +112,9 @@ def run_alive(
 
 
 def one_by_one(
-    run: Kernel,
-    masks: Masks | None,
-    steps: Tensor,
-    net: Layers,
-    x: Tensor,
-    state: Tensors,
+    run: Kernel, masks: Masks | None, steps: Tensor, net: Layers, x: Tensor, state: Tensors,
     sizes: Tensor | None,
-) -> tuple[Tensor, Tensors]:
+) -> tuple[Tensor, Tensors]:  # fmt: skip
     """Run one layer after the other, with dropout before them; ``steps`` are numbers (L,)."""
     afters, ways = [], 2 if net.both else 1
     for k in range(net.count):

@@ -191,14 +191,9 @@ def lstm_slopes(gates: Tensor, after: Tensor, c: Tensor, known: bool = False) ->
 
 
 def _sweep_chunks(
-    slopes: Slopes,
-    hidden: Tensor,
-    dy: Tensor | None,
-    after: Tensor,
-    chunks: int,
-    chunk: int,
+    slopes: Slopes, hidden: Tensor, dy: Tensor | None, after: Tensor, chunks: int, chunk: int,
     check: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Sweep each chunk from the gradient after it; return the gradient before the first.
 
     ``check`` has the sizes that the carry measured, and a number that becomes 1 if a sample is
