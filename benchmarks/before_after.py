@@ -7,7 +7,8 @@ live. So there are several turns, each with new processes. A row is the median o
 medians. The table shows the rows above the limit, and those that are above it in every turn.
 
     git worktree add ../before COMMIT   # and its kernels: python -m retrograde.precompile
-    python benchmarks/before_after.py ../before .   # fifty minutes; JSON in results/
+    python benchmarks/before_after.py ../before .   # hours; JSON in results/
+    python benchmarks/before_after.py ../before . --scripts recurrent_grid --only 17   # minutes
 """
 
 import argparse
