@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from oracles.networks import relative_error
-from retrograde.kernels import cpu, cpu_backward, cpu_layer, cpu_slopes, cpu_states, cpu_sweep
+from retrograde.kernels import cpu_backward, cpu_layer, cpu_slopes, cpu_states, cpu_sweep, team
 from retrograde.kernels import sweep as plain
 from retrograde.kernels.cells import GATES, Block, Kept, Weights, slopes
 from retrograde.recurrent.forward import run, run_by_torch
@@ -82,7 +82,7 @@ def test_the_forward_pass_is_torchs(kind, dtype, sizes, bias):
 @EVERY_CELL
 def test_a_sample_does_not_depend_on_the_batch(kind):
     """Its states are the same alone as among others, bit for bit."""
-    layer = Layer(kind, (90, 7, 5, 33), torch.float32)
+    layer = Layer(kind, (130, 7, 5, 33), torch.float32)
     whole, _ = run(layer.weights, layer.x, layer.state)
     for b in (0, 3, 6):
         one = slice(b, b + 1)
@@ -139,7 +139,7 @@ def test_the_backward_pass_is_that_of_plain_slopes_and_sweep(kind, dtype, sizes,
 @pytest.mark.parametrize("threads", [2, 3])
 @pytest.mark.parametrize("at_once", [True, False])
 def test_threads_share_the_samples(kind, threads, at_once, monkeypatch):
-    monkeypatch.setattr(cpu, "THREAD_WORK", 1)
+    monkeypatch.setattr(team, "THREAD_WORK", 1)
     layer = Layer(kind, (40, 7, 8, 16) if at_once else (40, 7, 5, 9), torch.float64)
     _, _, block = layer.block()
     taken = []

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-from retrograde.kernels import cpu, in_place, kernels
+from retrograde.kernels import cpu, in_place, kernels, team
 from retrograde.kernels.cells import GATES, Slopes, Weights, jacobians, slopes
 from retrograde.kernels.sweep import carry, products, safe_chunk, scan, sweep, trusted
 from retrograde.kernels.team import share
@@ -128,7 +128,7 @@ def test_in_single_precision(kind, way):
 @pytest.mark.parametrize("threads", [2, 5])
 @pytest.mark.parametrize("way", ["compiled chunks of 2", "compiled chunks of 7"])
 def test_threads_share_a_scans_chunks(kind, threads, way, monkeypatch):
-    monkeypatch.setattr(cpu, "THREAD_WORK", 1)
+    monkeypatch.setattr(team, "THREAD_WORK", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     problem = Problem(kind, 65, 3)
     assert_close(problem.solve(WAYS[way]), problem.expected)
@@ -139,7 +139,7 @@ def test_threads_share_a_scans_chunks(kind, threads, way, monkeypatch):
 @pytest.mark.parametrize("samples", [1, 2, 3, 16, 17])
 def test_threads_share_the_samples(kind, threads, samples, monkeypatch):
     """The number of threads is only asked for here: setting it would slow every later test."""
-    monkeypatch.setattr(cpu, "THREAD_WORK", 1)
+    monkeypatch.setattr(team, "THREAD_WORK", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     ranges, share = [], cpu.share
 
@@ -160,7 +160,7 @@ def test_threads_share_the_samples(kind, threads, samples, monkeypatch):
 
 def test_threads_of_torchs_own_number():
     problem = Problem("LSTM", 300, 16, 33)  # 21 million multiplications: several threads' worth
-    assert problem.slopes().gates.numel() * 33 > 2 * cpu.THREAD_WORK
+    assert problem.slopes().gates.numel() * 33 > 2 * team.THREAD_WORK
     steps, alone = problem.slopes(), problem.slopes()
     before = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -175,7 +175,7 @@ def test_threads_of_torchs_own_number():
 
 def test_a_threads_error_is_the_callers(monkeypatch):
     """Work that was not done must not pass for a gradient, when memory gives out, for one."""
-    monkeypatch.setattr(cpu, "THREAD_WORK", 1)
+    monkeypatch.setattr(team, "THREAD_WORK", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
 
     def kernel(first, last):
@@ -183,7 +183,7 @@ def test_a_threads_error_is_the_callers(monkeypatch):
             raise MemoryError("in a thread")
 
     with pytest.raises(MemoryError, match="in a thread"):
-        share(kernel, cpu.parts_for(4, 10))
+        share(kernel, team.parts_for(4, 10))
 
 
 def amid(tensor, poison):

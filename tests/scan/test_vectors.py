@@ -16,7 +16,7 @@ from retrograde.kernels.lanes import (
     store,
     tanh,
 )
-from retrograde.kernels.tiles import PANEL, add_outer, dots, panels, product, whole_vectors
+from retrograde.kernels.tiles import PANEL, dots, panels, product, whole_vectors
 
 DTYPES = pytest.mark.parametrize("dtype", [np.float32, np.float64])
 
@@ -85,13 +85,14 @@ def test_a_quotient_by_zero_is_zero():
 
 def test_rectifying_keeps_what_is_no_number():
     out, slope = np.empty(LANES), np.empty(LANES)
-    rectify(np.array([-1.0, 0, 2, np.nan, np.inf, -np.inf, -0.0, 1e-300]), out, slope)
-    np.testing.assert_array_equal(out, [0, 0, 2, np.nan, np.inf, 0, 0, 1e-300])
-    assert slope.tolist() == [0, 0, 1, 1, 1, 0, 0, 1]
+    given = [-1.0, 0, 2, np.nan, np.inf, -np.inf, -0.0, 1e-300]
+    rectify(np.resize(given, LANES), out, slope)
+    np.testing.assert_array_equal(out[:8], [0, 0, 2, np.nan, np.inf, 0, 0, 1e-300])
+    assert slope[:8].tolist() == [0, 0, 1, 1, 1, 0, 0, 1]
 
 
 @DTYPES
-@pytest.mark.parametrize("columns", [1, 8, 9, 17, 24, 25, 33, 49, 72, 80, 97])
+@pytest.mark.parametrize("columns", [1, 8, 9, 17, 25, 33, 48, 49, 72, 97, 129, 145])
 @pytest.mark.parametrize("rows", [1, 3, 4, 7, 8])
 @pytest.mark.parametrize("terms", [1, 2, 33])
 def test_a_product_is_numpys_and_a_row_does_not_depend_on_its_neighbours(
@@ -104,19 +105,25 @@ def test_a_product_is_numpys_and_a_row_does_not_depend_on_its_neighbours(
     given = rng.standard_normal((rows, width)).astype(dtype)
     given[:, columns:] = 0
     packed, out = panels(torch.from_numpy(u)).numpy(), given.copy()
-    product(a.reshape(-1), 0, stride, rows, packed, width, out.reshape(-1))
+    product(a.reshape(-1), 0, stride, 1, rows, packed, width, out.reshape(-1), width)
     expected = given[:, :columns] + a[:, :terms].astype(np.float64) @ u.astype(np.float64)
     tolerance = 20 * terms * np.finfo(dtype).eps
     np.testing.assert_allclose(out[:, :columns], expected, rtol=tolerance, atol=tolerance)
     assert (out[:, columns:] == 0).all()
     alone = given.copy()
     for row in range(rows):
-        product(a.reshape(-1), row * stride, stride, 1, packed, width, alone[row])
+        product(a.reshape(-1), row * stride, 0, 1, 1, packed, columns, alone[row], 0)
     np.testing.assert_array_equal(alone, out)
+    room = np.full((rows + 1) * columns, 7, dtype)  # nothing is written behind a row
+    room[:-columns] = given[:, :columns].reshape(-1)
+    turned = a.T.copy()
+    product(turned.reshape(-1), 0, 1, rows, rows, packed, columns, room, columns)
+    np.testing.assert_array_equal(room[:-columns].reshape(rows, columns), out[:, :columns])
+    assert (room[-columns:] == 7).all()
     found = given.copy()  # read as it is, too, and nothing behind it
     plain = np.full(u.size + 9, np.nan, dtype)[: u.size].reshape(1, terms, columns)
     plain[:] = u
-    product(a.reshape(-1), 0, stride, rows, plain, width, found.reshape(-1))
+    product(a.reshape(-1), 0, stride, 1, rows, plain, columns, found.reshape(-1), width)
     np.testing.assert_array_equal(found, out)
 
 
@@ -143,24 +150,13 @@ def test_sums_along_rows_are_numpys_and_do_not_depend_on_other_rows(dtype, rows,
     np.testing.assert_array_equal(alone, out)
 
 
-@DTYPES
-@pytest.mark.parametrize("columns", [1, 4, 7, 33])
-@pytest.mark.parametrize("by", [1, 24, 25, 41])
-def test_a_sum_of_outer_products_is_numpys(dtype, columns, by):
-    rng = np.random.default_rng(columns * by)
-    terms, skipped = 50, 2
-    stride = columns + skipped + 5
-    a = rng.standard_normal((terms, stride)).astype(dtype)
-    u = rng.standard_normal((terms, by)).astype(dtype)
-    out = np.ones((columns, whole_vectors(by)), dtype)
-    add_outer(a.reshape(-1), skipped, stride, panels(torch.from_numpy(u)).numpy(), out)
-    part = a[:, skipped : skipped + columns].astype(np.float64)
-    tolerance = 200 * np.finfo(dtype).eps
-    np.testing.assert_allclose(out[:, :by], 1 + part.T @ u, rtol=tolerance, atol=tolerance)
-
-
-def test_panels_are_three_vectors_wide():
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("shape", [(2, 60), (33, 1), (16, 48), (40, 97)])
+def test_panels_are_three_vectors_wide(turned, shape):
     assert PANEL == 3 * LANES
-    found = panels(torch.arange(60.0).view(2, 30))
-    assert found.shape == (2, 2, PANEL)
-    assert found[1, 1].tolist() == [54, 55, 56, 57, 58, 59, *[0] * 18]
+    u = torch.randn(*shape)
+    found = panels(u.t().contiguous().t() if turned else u)
+    wide = found.transpose(0, 1).reshape(len(u), -1)
+    assert wide.shape[1] % PANEL == 0
+    assert torch.equal(wide[:, : shape[1]], u)
+    assert (wide[:, shape[1] :] == 0).all()

@@ -29,7 +29,8 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+
+from retrograde.kernels.products import linear
 
 #: The cells, by torch's own names for them.
 Kind = Literal["RNN_TANH", "RNN_RELU", "GRU", "LSTM"]
@@ -210,8 +211,8 @@ def slopes(
                 # As in torch, a state that is NaN passes the gradient on.
                 return Slopes((~(after <= 0)).to(after.dtype).unsqueeze(2), None, None)
             case "GRU":
-                inputs = functional.linear(x, weights.inputs, weights.bias_inputs)
-                hidden = functional.linear(before, weights.hidden, weights.bias_hidden)
+                inputs = _linear(x, weights.inputs, weights.bias_inputs)
+                hidden = _linear(before, weights.hidden, weights.bias_hidden)
                 return by_gru(inputs, hidden, before)
             case "LSTM":
                 assert c is not None
@@ -221,9 +222,15 @@ def slopes(
                 bias = weights.bias_hidden
                 if bias is not None and weights.bias_inputs is not None:
                     bias = bias + weights.bias_inputs
-                total = functional.linear(x, weights.inputs, bias)
-                total.flatten(0, 1).addmm_(before.flatten(0, 1), weights.hidden.t())
+                total = _linear(x, weights.inputs, bias)
+                linear(before.flatten(0, 1), weights.hidden, None, total.flatten(0, 1), add=True)
                 return by_lstm(total, after, c, False, *anew)
+
+
+def _linear(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    found = x.new_empty(*x.shape[:2], len(w))
+    linear(x.flatten(0, 1), w, bias, found.flatten(0, 1))
+    return found
 
 
 def gru_slopes(inputs: Tensor, hidden: Tensor, before: Tensor) -> Slopes:

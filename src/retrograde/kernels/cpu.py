@@ -15,18 +15,11 @@ from torch import Tensor
 from retrograde.kernels import cpu_slopes, cpu_sweep
 from retrograde.kernels import sweep as reference
 from retrograde.kernels.cells import Resets, Slopes
-from retrograde.kernels.team import Range, ranges, share
+from retrograde.kernels.team import Range, parts_for, share
 from retrograde.kernels.tiles import panels, whole_vectors
 
-#: The multiplications for which one more thread pays; they take about a tenth of a millisecond.
-THREAD_WORK = 2_000_000
 #: The work of one element of the slopes, in multiplications.
 ELEMENT_WORK = 40
-
-
-def parts_for(count: int, work: int) -> list[Range]:
-    """Return ranges of samples or chunks, for as many threads as pay for the multiplications."""
-    return ranges(count, 1 + work // THREAD_WORK)
 
 
 def starts_of(resets: Resets | None, like: Tensor) -> tuple[Any, Any, Any]:

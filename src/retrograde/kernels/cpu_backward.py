@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from retrograde.kernels import cpu_cells as cell
 from retrograde.kernels.lanes import LANES, Reals, compiled, load, store
-from retrograde.kernels.tiles import PANEL, add_outer, product, whole_vectors
+from retrograde.kernels.tiles import PANEL, product, whole_vectors
 
 # Gate gradients are buffered per thread, in rows (one row is one step of one sample). The buffer is
 # halved at four samples or fewer, where it would dominate.
@@ -102,7 +102,7 @@ def backward_rnn(relu: bool, after: Reals, of: BackwardArrays, first: int, last:
                     slope = cell.rnn_slope(load(h, row + j, left), relu)
                     store(s, v + j, d * slope, left)
             into[:] = 0
-            product(s, top, stride, each, hidden, wide, into)
+            product(s, top, stride, 1, each, hidden, wide, into, wide)
             for b in range(each):
                 g[first + b] = into[b * wide : b * wide + size]
             if starts.shape[0]:
@@ -150,7 +150,7 @@ def backward_lstm(
                     store(s, w + 2 * size, dc * s_g, left)
                     store(s, w + 3 * size, dh * s_o, left)
             into[:] = 0
-            product(s, top, stride, each, hidden, wide, into)
+            product(s, top, stride, 1, each, hidden, wide, into, wide)
             for b in range(each):
                 g[first + b, :size] = into[b * wide : b * wide + size]
             if starts.shape[0]:
@@ -189,8 +189,8 @@ def backward_gru(
             for b in range(each):
                 driven[b * three : b * three + 3 * size] = biases[0]
                 recurrent[b * three : b * three + 3 * size] = biases[1]
-            product(read, at * width, width, each, from_inputs, three, driven)
-            product(h, at * size, size, each, from_states, three, recurrent)
+            product(read, at * width, width, 1, each, from_inputs, three, driven, three)
+            product(h, at * size, size, 1, each, from_states, three, recurrent, three)
             for b in range(each):
                 row, v, of_b, u = (at + b) * size, top + b * stride, (first + b) * size, b * three
                 for j in range(0, size, LANES):
@@ -208,7 +208,7 @@ def backward_gru(
                     store(s, w + 2 * size, d * s_z, left)
                     store(s, w + 3 * size, d * s_n, left)
                     store(into, b * wide + j, d * z, LANES)
-            product(s, top, stride, each, hidden, wide, into)
+            product(s, top, stride, 1, each, hidden, wide, into, wide)
             for b in range(each):
                 g[first + b] = into[b * wide : b * wide + size]
             if starts.shape[0]:
@@ -269,7 +269,7 @@ def _add_weights(
                     at = (t * samples + b) * size + p * PANEL + j
                     value = load(flat, at, size - p * PANEL - j)
                     store(panel, row * PANEL + j, value, LANES)
-    add_outer(s, 0, stride, packed, total)
+    product(s, 0, 1, stride, total.shape[0], packed, size, total.reshape(-1), total.shape[1])
 
 
 @compiled  # type: ignore[untyped-decorator]
@@ -282,7 +282,7 @@ def _to_inputs(
     rows = dx.shape[0] * each
     found = room[: rows * width]
     found[:] = 0
-    product(s, 0, stride, rows, inputs, width, found)
+    product(s, 0, stride, 1, rows, inputs, width, found, width)
     for row in range(rows):
         at = (row // each * samples + first + row % each) * size
         for j in range(0, size, LANES):

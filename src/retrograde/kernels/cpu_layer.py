@@ -19,9 +19,10 @@ from torch import Tensor
 
 from retrograde.kernels import cpu_backward, cpu_states
 from retrograde.kernels.cells import Block, Kept, Kind, Resets, Weights
-from retrograde.kernels.cpu import ELEMENT_WORK, parts_for, starts_of
+from retrograde.kernels.cpu import ELEMENT_WORK, starts_of
 from retrograde.kernels.lanes import LANES
-from retrograde.kernels.team import share
+from retrograde.kernels.products import linear
+from retrograde.kernels.team import parts_for, share
 from retrograde.kernels.tiles import panels, whole_vectors
 
 State = tuple[Tensor, ...]
@@ -95,11 +96,7 @@ def _biases(weights: Weights) -> tuple[Tensor | None, Tensor | None]:
 
 def _drive(inputs: Tensor, bias: Tensor | None, x: Tensor, out: Tensor) -> None:
     """Write x Wᵀ + bias to ``out``."""
-    flat, into = x.flatten(0, 1), out.flatten(0, 1)
-    if bias is None:
-        torch.mm(flat, inputs.t(), out=into)
-    else:
-        torch.addmm(bias, flat, inputs.t(), out=into)
+    linear(x.flatten(0, 1), inputs, bias, out.flatten(0, 1))
 
 
 class Backward:
@@ -270,7 +267,7 @@ def recall(
     gates = before.new_empty(*before.shape[:2], 4 * weights.size)
     cells, (bias, _) = before.new_empty(before.shape), _biases(weights)
     _drive(weights.inputs, bias, x, gates)
-    gates.flatten(0, 1).addmm_(before.flatten(0, 1), weights.hidden.t())
+    linear(before.flatten(0, 1), weights.hidden, None, gates.flatten(0, 1), add=True)
     arrays = gates.numpy(), cells.numpy(), c.numpy(), *starts_of(resets, c)[:2]
     parts = parts_for(before.shape[1], before.numel() * ELEMENT_WORK)
     share(functools.partial(cpu_states.run_cells, *arrays), parts)

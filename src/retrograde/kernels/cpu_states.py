@@ -29,7 +29,7 @@ def _multiply(
     if hidden.shape[1] * hidden.shape[2] == size:
         dots(h, start, rows, hidden, width, out)
     else:
-        product(h, start, size, rows, hidden, width, out)
+        product(h, start, size, 1, rows, hidden, width, out, width)
 
 
 @compiled  # type: ignore[untyped-decorator]

@@ -62,7 +62,7 @@ def sweep_state(of: SweepArrays, g: Reals, room: Reals, first: int, last: int) -
                     store(before, to + j, x * load(kept, at, left), left)
                     store(s_n, at, x * load(s_n, at, left), left)
         to = (t * samples + first) * width
-        product(s, to, width, last - first, hidden, wide, before)
+        product(s, to, width, 1, last - first, hidden, wide, before, wide)
         for b in range(last - first):
             g[first + b] = before[b * wide : b * wide + size]
         if starts.shape[0]:
@@ -98,7 +98,7 @@ def sweep_lstm(of: SweepArrays, g: Reals, room: Reals, first: int, last: int) ->
                 store(s, v + 3 * size, x * load(s, v + 3 * size, left), left)
         before[:] = 0
         at = (t * samples + first) * 4 * size
-        product(s, at, 4 * size, last - first, hidden, wide, before)
+        product(s, at, 4 * size, 1, last - first, hidden, wide, before, wide)
         for b in range(last - first):
             g[first + b, :size] = before[b * wide : b * wide + size]
         if starts.shape[0]:
@@ -145,7 +145,7 @@ def products_state(of: SweepArrays, rows: Reals, room: Reals, first: int, last: 
                     for j in range(size):
                         jacobian[j // panel, j, j % panel] += of.keep[c, t, b, j]
                 new[:] = 0
-                product(row.reshape(-1), 0, size, size + 1, jacobian, wide, new)
+                product(row.reshape(-1), 0, size, 1, size + 1, jacobian, wide, new, wide)
                 row[:] = new.reshape(size + 1, wide)[:, :size]
 
 
@@ -181,8 +181,8 @@ def products_lstm(of: SweepArrays, rows: Reals, room: Reals, first: int, last: i
                         d[i, j] = row[i, size + j] + row[i, j] * of.inner[c, t, b, j]
                         row[i, size + j] = d[i, j] * of.keep[c, t, b, j]
                 new[:] = 0
-                product(d.reshape(-1), 0, size, count, a, wide, new)
-                product(h.reshape(-1), 0, size, count, through, wide, new)
+                product(d.reshape(-1), 0, size, 1, count, a, wide, new, wide)
+                product(h.reshape(-1), 0, size, 1, count, through, wide, new, wide)
                 row[:, :size] = new.reshape(count, wide)[:, :size]
 
 

@@ -1,4 +1,4 @@
-"""Vectors of eight numbers in numba: loads, stores, arithmetic, sigmoid and tanh.
+"""Vectors of numbers in numba: loads, stores, arithmetic, sigmoid and tanh.
 
 The compiler can vectorize a loop over a layer's units by itself. But it then checks that no two
 arrays overlap, and runs the last few units one by one. With a handful of arrays and 20 units, this
@@ -22,11 +22,17 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import extending, njit, types
+from numba.core import codegen, config
 from numba.extending import models, overload, register_model
 from numpy.typing import NDArray
 
-#: The numbers of a vector.
-LANES = 8
+# As numba itself decides for which machine it compiles.
+_FEATURES = vars(config)["CPU_FEATURES"]
+if _FEATURES is None:
+    _FEATURES = codegen.get_host_cpu_features()
+
+#: The numbers of a vector. Where registers have 512 bits, twice as many fill them.
+LANES = 16 if "+avx512f" in _FEATURES.split(",") else 8
 
 # Terms may be added in any order, as in every BLAS. Infinities and NaNs keep their meaning.
 _MATH = {"contract", "reassoc", "nsz", "arcp"}

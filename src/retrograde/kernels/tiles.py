@@ -20,8 +20,10 @@ from retrograde.kernels.lanes import (
     compiled,
     inlined,
     intrinsic,
+    load,
     mask,
     masked,
+    store,
     total_of,
     vector_of,
 )
@@ -33,39 +35,45 @@ _INDEX = ir.IntType(64)
 
 
 @compiled  # type: ignore[untyped-decorator]
-def product(a: Reals, start: int, stride: int, rows: int, u: Reals, width: int, out: Reals) -> None:
+def product(
+    a: Reals, start: int, to_row: int, to_term: int, rows: int, u: Reals, columns: int, out: Reals,
+    width: int,
+) -> None:  # fmt: skip
     """Add a @ u to out.
 
-    ``a`` and ``out`` are flat. The rows of ``a`` begin at ``start``, ``stride`` apart, and have R
-    numbers. ``u`` is in :func:`panels` (P, R, PANEL), or a plain matrix (1, R, W). ``width``, the
-    row length of ``out``, is a multiple of :data:`LANES`.
+    ``a`` and ``out`` are flat. The rows of ``a`` begin at ``start``, ``to_row`` apart, and have R
+    numbers, ``to_term`` apart. Those of ``out`` are ``width`` apart. ``u`` is in :func:`panels`
+    (P, R, PANEL), of which the first ``columns`` columns are used, or a plain matrix (1, R, W).
     """
-    full = width - LANES if u.shape[2] % LANES else width  # the last vector of a row may be short
+    short = u.shape[2] % LANES  # what a plain row has behind its whole vectors
+    full = u.shape[2] - short if short else columns
     count = -(-full // PANEL)
     for p in range(count):
         left = full - p * PANEL
         for row in range(0, rows - 3, 4):
-            at, to = start + row * stride, row * width + p * PANEL
-            _in_panel(a, at, stride, 1, u, p, out, to, width, left, 4)
-    for row in range(0, rows - 3 if full < width else 0, 4):
-        _tile(a, start + row * stride, stride, 1, u, 0, out, row * width + full, width, 4, 0)
+            at, to = start + row * to_row, row * width + p * PANEL
+            _in_panel(a, at, to_row, to_term, u, p, out, to, width, left, 4)
+    for row in range(0, rows - 3 if short else 0, 4):
+        at, to = start + row * to_row, row * width + full
+        _tile(a, at, to_row, to_term, u, 0, out, to, width, short, 4, 0)
     for row in range(rows - rows % 4, rows):
-        at, p = start + row * stride, 0
-        if full < width:
-            _tile(a, at, stride, 1, u, 0, out, row * width + full, width, 1, 0)
+        at, to, p = start + row * to_row, row * width, 0
+        if short:
+            _tile(a, at, 0, to_term, u, 0, out, to + full, 0, short, 1, 0)
         while full - p * PANEL >= 3 * PANEL:
-            _tile(a, at, stride, 1, u, p, out, row * width + p * PANEL, width, 1, 9)
+            _tile(a, at, 0, to_term, u, p, out, to + p * PANEL, 0, LANES, 1, 9)
             p += 3
-        vectors = (full - p * PANEL) // LANES
+        left = full - p * PANEL
+        vectors = -(-left // LANES)
         if vectors == 8:  # additions to few sums would wait for one another
-            _tile(a, at, stride, 1, u, p, out, row * width + p * PANEL, width, 1, 8)
+            _tile(a, at, 0, to_term, u, p, out, to + p * PANEL, 0, left - 7 * LANES, 1, 8)
             p += 3
         elif vectors >= 6:
-            _tile(a, at, stride, 1, u, p, out, row * width + p * PANEL, width, 1, 6)
+            _tile(a, at, 0, to_term, u, p, out, to + p * PANEL, 0, left - 5 * LANES, 1, 6)
             p += 2
         while p < count:
-            to, left = row * width + p * PANEL, full - p * PANEL
-            _in_panel(a, at, 0, 1, u, p, out, to, width, left, 1)
+            left = full - p * PANEL
+            _in_panel(a, at, 0, to_term, u, p, out, to + p * PANEL, 0, left, 1)
             p += 1
 
 
@@ -92,37 +100,18 @@ def dots(a: Reals, start: int, rows: int, w: Reals, width: int, out: Reals) -> N
             _dots(a, start + row * terms, w, j, out, row * width + j, width, 1, 1)
 
 
-@compiled  # type: ignore[untyped-decorator]
-def add_outer(a: Reals, column: int, stride: int, u: Reals, out: Reals) -> None:
-    """Add aᵀ @ u to out (N, W), where W is a multiple of :data:`LANES`.
-
-    ``a`` is flat and has R rows, ``stride`` apart. Only its N columns from ``column`` on are used.
-    ``u`` is in :func:`panels` (P, R, PANEL).
-    """
-    columns, width = out.shape
-    flat = out.reshape(-1)
-    for p in range(u.shape[0]):
-        left = width - p * PANEL
-        for i in range(0, columns - 3, 4):
-            to = i * width + p * PANEL
-            _in_panel(a, column + i, 1, stride, u, p, flat, to, width, left, 4)
-        for i in range(columns - columns % 4, columns):
-            to = i * width + p * PANEL
-            _in_panel(a, column + i, 0, stride, u, p, flat, to, width, left, 1)
-
-
 @inlined  # type: ignore[untyped-decorator]
 def _in_panel(
     a: Reals, at: int, to_row: int, to_term: int, u: Reals, p: int, out: Reals, to: int, width: int,
     left: int, rows: int,
 ) -> None:  # fmt: skip
     """Add the tile of ``rows`` rows that one panel gives, of which ``left`` columns are in use."""
-    if left >= PANEL:
-        _tile(a, at, to_row, to_term, u, p, out, to, width, rows, 3)
+    if left > 2 * LANES:
+        _tile(a, at, to_row, to_term, u, p, out, to, width, left - 2 * LANES, rows, 3)
     elif left > LANES:
-        _tile(a, at, to_row, to_term, u, p, out, to, width, rows, 2)
+        _tile(a, at, to_row, to_term, u, p, out, to, width, left - LANES, rows, 2)
     else:
-        _tile(a, at, to_row, to_term, u, p, out, to, width, rows, 1)
+        _tile(a, at, to_row, to_term, u, p, out, to, width, left, rows, 1)
 
 
 def panels(u: Tensor) -> Tensor:
@@ -130,26 +119,37 @@ def panels(u: Tensor) -> Tensor:
 
     A panel is contiguous, so it stays in the nearest cache while many rows are multiplied by it.
     """
-    found = u.new_empty(-(-u.shape[1] // PANEL), len(u), PANEL)
-    _pack(u.detach().numpy(), found.numpy())
+    (rows, columns), turned = u.shape, u.stride(1) > u.stride(0)
+    found = u.new_empty(-(-columns // PANEL), rows, PANEL)
+    given = (u.t() if turned else u).detach().contiguous()
+    for p, panel in enumerate(found.view(len(found), -1).numpy()):
+        first = p * PANEL
+        at = first * rows if turned else first
+        pack(given.view(-1).numpy(), at, given.shape[1], turned, rows, columns - first, panel)
     return found
 
 
 @compiled  # type: ignore[untyped-decorator]
-def _pack(u: Any, panels: Any) -> None:
-    rows, columns = u.shape
-    for p in range(panels.shape[0]):
-        first, count = p * PANEL, min(PANEL, columns - p * PANEL)
-        if u.strides[0] >= u.strides[1]:
-            for i in range(rows):
-                for j in range(count):
-                    panels[p, i, j] = u[i, first + j]
-        else:
-            for j in range(count):
-                for i in range(rows):
-                    panels[p, i, j] = u[i, first + j]
-        for i in range(rows if count < PANEL else 0):
-            panels[p, i, count:] = 0
+def pack(
+    u: Reals, at: int, stride: int, turned: bool, rows: int, columns: int, panel: Reals
+) -> None:  # fmt: skip
+    """Copy so many rows, and the first columns, of a matrix to a flat panel.
+
+    ``u`` is flat. The matrix begins ``at`` a place, and its rows are ``stride`` apart; if it is
+    ``turned``, its columns are.
+    """
+    for j in range(0, PANEL, LANES):
+        whole = 0
+        if turned:
+            whole = rows - rows % LANES if columns >= j + LANES else 0
+            for i in range(0, whole, LANES):
+                _turn(u, at + j * stride + i, stride, panel, i * PANEL + j)
+        for i in range(whole, rows):
+            if turned:
+                for k in range(j, j + LANES):
+                    panel[i * PANEL + k] = u[at + k * stride + i] if k < columns else 0
+            else:
+                store(panel, i * PANEL + j, load(u, at + i * stride + j, columns - j), LANES)
 
 
 @compiled  # type: ignore[untyped-decorator]
@@ -161,21 +161,21 @@ def whole_vectors(width: int) -> Any:
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def _tile(
     _: Any, a: Any, at: Any, to_row: Any, to_term: Any, u: Any, panel: Any, out: Any, to: Any,
-    width: Any, rows: Any, vectors: Any,
+    width: Any, left: Any, rows: Any, vectors: Any,
 ) -> Any:  # fmt: skip
     """Add one tile of a @ u to ``out``.
 
-    The tile has ``rows`` rows and ``vectors`` vectors, both literal numbers. With no vectors, it
-    has what is left of a row of ``u`` behind its whole ones. Rows of ``a`` begin at ``at``,
-    ``to_row`` apart, and their terms are ``to_term`` apart. Those of ``out`` begin at ``to``,
-    ``width`` apart. The columns begin with panel number ``panel`` of ``u``, which is (panels,
-    terms, PANEL) or (1, terms, W).
+    The tile has ``rows`` rows and ``vectors`` vectors, both literal numbers. Of the last vector, at
+    most ``left`` numbers are stored. With no vectors, there are ``left`` numbers, which a row of
+    ``u`` has behind its whole ones. Rows of ``a`` begin at ``at``, ``to_row`` apart, and their
+    terms are ``to_term`` apart. Those of ``out`` begin at ``to``, ``width`` apart. The columns
+    begin with panel number ``panel`` of ``u``, which is (panels, terms, PANEL) or (1, terms, W).
     """
 
     def write(tile: "_Tile", args: Any, sizes: list[Any]) -> None:
-        tile.add(args[9:], args[1:4], args[5], args[7:9], sizes)
+        tile.add(args[10:], args[1:4], args[5], args[7:10], sizes)
 
-    given = a, at, to_row, to_term, u, panel, out, to, width, rows, vectors
+    given = a, at, to_row, to_term, u, panel, out, to, width, left, rows, vectors
     return _code_of(write, given, (0, 4, 6))
 
 
@@ -214,6 +214,25 @@ def _code_of(write: Callable[..., None], given: Any, arrays: Any) -> Any:
     return types.void(*kinds, *given[-2:]), code
 
 
+@intrinsic  # type: ignore[untyped-decorator]
+def _turn(_: Any, u: Any, at: Any, stride: Any, panel: Any, to: Any) -> Any:
+    """Transpose LANES vectors of ``u``, ``stride`` apart, into a panel."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        tile = _Tile(
+            builder,
+            [
+                context.make_array(signature.args[i])(context, builder, args[i]).data
+                for i in (0, 3, 3)
+            ],
+            u.dtype.bitwidth // 8,
+        )
+        tile.turn(args[1], args[2], args[4])
+        return context.get_dummy_value()
+
+    return types.void(u, types.intp, types.intp, panel, types.intp), code
+
+
 class _Tile:
     """Writes LLVM's code of a tile: a loop over terms that adds to sums in registers."""
 
@@ -227,27 +246,44 @@ class _Tile:
     ) -> None:
         """Write the code of a tile, with :func:`_tile`'s ``shape`` and places."""
         b, (rows, vectors) = self.builder, shape
-        (at, to_row, to_term), (to, width), (count, terms, wide) = of_a, of_out, of_u
+        (at, to_row, to_term), (to, width, left), (count, terms, wide) = of_a, of_out, of_u
         if vectors:
             alone = b.icmp_signed("==", count, _INDEX(1))
             to_panel = b.select(alone, _INDEX(PANEL), b.mul(terms, _INDEX(PANEL)))
             columns = [self._column(panel, j, to_panel) for j in range(vectors)]
-            left = None
         else:
-            left = b.and_(wide, _INDEX(LANES - 1))
             columns = [b.sub(wide, left)]
         places = self._places(to, width, rows, range(0, max(vectors, 1) * LANES, LANES))
         firsts = [self._plus(at, b.mul(to_row, _INDEX(i))) for i in range(rows)]
 
         def read(term: Any) -> tuple[list[Any], list[Any]]:
             row, step = b.mul(term, wide), b.mul(term, to_term)
-            factors = [self._load(self.u, self._plus(column, row), left) for column in columns]
+            given = [self._plus(column, row) for column in columns]
+            factors = [self._load(self.u, place, None if vectors else left) for place in given]
             return factors, [self._spread(self._plus(first, step)) for first in firsts]
 
         sums = self._sums(rows, len(columns), terms, 1, read)
+        last = len(columns) - 1
+        whole = [pair for pair in places if pair[1] < last]
+        self._add_to_out({pair: places[pair] for pair in whole}, sums, None)
+        ends = {pair: place for pair, place in places.items() if pair[1] == last}
+        with b.if_else(b.icmp_signed(">=", left, _INDEX(LANES))) as (then, otherwise):
+            with then:
+                self._add_to_out(ends, sums, None)
+            with otherwise:
+                self._add_to_out(ends, sums, left)
+
+    def _add_to_out(self, places: dict[Any, Any], sums: dict[Any, Any], left: Any) -> None:
+        """Write the code that adds sums to ``out``, of each the first ``left`` numbers if given."""
+        b = self.builder
         for pair, place in places.items():
-            total = b.fadd(self._load(self.out, place), sums[pair])
-            b.store(total, self._vector_at(self.out, place), align=self.item_bytes)
+            total = b.fadd(self._load(self.out, place, left), sums[pair])
+            at = self._vector_at(self.out, place)
+            if left is None:
+                b.store(total, at, align=self.item_bytes)
+            else:
+                given = [total, at, ir.IntType(32)(self.item_bytes), mask(b, left)]
+                masked(b, "store", self.vector, ir.VoidType(), given)
 
     def add_dots(
         self, shape: tuple[int, int], at: Any, first: Any, of_out: Any, terms: Any
@@ -273,6 +309,24 @@ class _Tile:
         for pair, place in places.items():
             pointer = b.gep(self.out, [place])
             b.store(b.fadd(b.load(pointer), total_of(b, sums[pair])), pointer)
+
+    def turn(self, at: Any, stride: Any, to: Any) -> None:
+        """Write the code of a transposition, by perfect shuffles of rows."""
+        b, half = self.builder, LANES // 2
+        places = [self._plus(at, b.mul(stride, _INDEX(i))) for i in range(LANES)]
+        rows = [b.load(self._vector_at(self.a, place), align=self.item_bytes) for place in places]
+        orders = [[start + k // 2 + LANES * (k % 2) for k in range(LANES)] for start in (0, half)]
+        index = ir.VectorType(ir.IntType(32), LANES)
+        for _ in range(LANES.bit_length() - 1):
+            pairs = zip(rows[:half], rows[half:], strict=True)
+            rows = [
+                b.shuffle_vector(one, other, ir.Constant(index, order))
+                for one, other in pairs
+                for order in orders
+            ]
+        for i, row in enumerate(rows):
+            place = self._plus(to, i * PANEL)
+            b.store(row, self._vector_at(self.out, place), align=self.item_bytes)
 
     def _sums(
         self, rows: int, columns: int, terms: Any, step: int, read: Any, start: Any = None

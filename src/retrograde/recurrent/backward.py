@@ -14,6 +14,7 @@ from torch import Tensor
 
 from retrograde.kernels import BlockSweep, in_place, kernels
 from retrograde.kernels.cells import Block, Slopes, Weights, slopes
+from retrograde.kernels.products import add_outer, times
 from retrograde.kernels.sweep import safe_chunk
 from retrograde.recurrent.bytes import LAID_ROWS, LARGE, Means
 
@@ -140,15 +141,17 @@ class LayerBackward:
             self.totals["bias_inputs"] += total
         self._add("inputs", flat, block.x.flatten(0, 1))
         if dx is not None:
-            torch.mm(flat, self.weights.inputs, out=dx.flatten(0, 1))
+            times(flat, self.weights.inputs, dx.flatten(0, 1))
 
     def _add(self, name: str, gates: Tensor, by: Tensor) -> None:
         """Add gatesᵀ · ``by`` to a total. Many rows are summed in parts, which rounds less."""
         if self.at_once:
-            self.totals[name].addmm_(gates.t(), by)
+            add_outer(gates, by, self.totals[name])
             return
         for part, other in zip(gates.split(_ROWS), by.split(_ROWS), strict=True):
-            self.totals[name] += part.t() @ other
+            found = torch.zeros_like(self.totals[name])
+            add_outer(part, other, found)
+            self.totals[name] += found
 
 
 def _laid(dy: Tensor, like: Tensor) -> Tensor:

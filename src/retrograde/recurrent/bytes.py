@@ -14,6 +14,7 @@ from typing import Literal
 from retrograde.kernels import cpu_backward
 from retrograde.kernels.cells import GATES, Kind
 from retrograde.kernels.lanes import LANES
+from retrograde.kernels.products import room_of_outer, room_of_product
 from retrograde.kernels.tiles import PANEL
 from retrograde.plan.fit import Curve
 
@@ -24,7 +25,7 @@ from retrograde.plan.fit import Curve
 Means = Literal["loops", "sweeps", "in place", "torch"]
 
 #: The bytes of the inputs' contribution to the gates that are held at a time.
-FORWARD_BYTES = 2**20
+FORWARD_BYTES = 2**21
 
 #: The most numbers in hidden weights for which our own loops are faster than BLAS.
 LARGE = 2**18
@@ -99,6 +100,7 @@ class Layer:
     def along(self, rows: int) -> int:
         """Return the bytes of following existing outputs, besides kept gates: states and inputs."""
         numbers = rows * (self.size + self.width * (self._copies_x + self.drops))
+        numbers += self._room(rows, self.width, self.size)
         return (numbers + 4 * (self.batch + 1) * self.size) * self.item
 
     def below(self, rows: int) -> int:
@@ -145,13 +147,17 @@ class Layer:
             slopes = 2 if self.kind.startswith("RNN") else 9  # for each unit and row
             numbers += slopes * rows * size + 2 * gates + steps
         elif self.loops:
-            numbers += 0 if kept or not lstm else 5 * rows * size
+            again = lstm and not kept
+            numbers += 5 * rows * size + self._room(rows, width, size) if again else 0
         elif lstm:
             numbers += rows * size * (2 if kept else 6) + 2 * gates
         else:
             numbers += (8 if self.kind == "GRU" else 2) * rows * size + 2 * gates
-        if not (self.loops or self.at_once or self.back == "torch"):
-            numbers += gates * max(width, size)  # a product, before it is added
+        if not (self.loops or self.back == "torch"):
+            outer = room_of_outer(rows, gates, max(width, size))
+            numbers += max(self._room(rows, width, size, gates), self.threads * outer)
+            if not self.at_once:
+                numbers += gates * max(width, size)  # a product, before it is added
         return numbers * self.item
 
     def pass_rows(self, block: int) -> int:
@@ -185,6 +191,10 @@ class Layer:
             return self.drops
         return self.first or self.tracks > 1 or not self.straight
 
+    def _room(self, rows: int, *terms: int) -> int:
+        """Return the most numbers that products of ``rows`` rows copy at a time."""
+        return self.threads * room_of_product(rows, max(terms), PANEL + 1, turned=True)
+
     def _pass(self, rows: int) -> int:
         """Return the numbers that a forward pass allocates."""
         gates = GATES[self.kind] * self.size
@@ -192,7 +202,7 @@ class Layer:
             assert self.vendor is not None
             steps = -(-rows // self.batch)
             return -(-int(self.vendor(steps)) // self.item) if steps else 0
-        numbers = self.batch * _whole(gates) + gates
+        numbers = self.batch * _whole(gates) + gates + self._room(rows, self.width)
         if self.onward == "loops":
             numbers += _whole(gates, PANEL) * self.size
         if not self.kind.startswith("RNN"):

@@ -40,7 +40,7 @@ _SPAN: dict[bool, tuple[float, float]] = {True: (180.0, 3e-4), False: (230.0, 1.
 # addition by the number of units; and backward.
 _IN_PLACE, _FEW_UNITS, _BACK_IN_PLACE = 0.1, 32.0, 0.2
 _SWEEPS = 0.6  # forward passes that a GRU's separate sweeps cost more than one loop
-_TORCHS = 3e6  # operations per step above which oneDNN's LSTM is as fast as ours
+_TORCHS = 1.4e6  # weights above which oneDNN's LSTM is as fast as ours
 _THREAD_ROWS = 128  # the most rows that a thread of a backward pass buffers
 
 
@@ -161,8 +161,8 @@ class Planner:
         layer = self.layers[0]
         if layer.onward == "torch":
             return True
-        work = 2 * 4 * layer.batch * layer.size * (layer.size + layer.width)
-        return layer.kind == "LSTM" and work > _TORCHS
+        weights = 4 * layer.size * (layer.size + layer.width)
+        return layer.kind == "LSTM" and weights > _TORCHS
 
     def _fastest(
         self, lengths: Sequences, budget: int, told: dict[str, int]
