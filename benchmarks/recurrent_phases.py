@@ -3,7 +3,8 @@
 A layer runs forward and backward by torch, by ours with all gates kept, and by ours with none kept.
 The latter has the least budget, and room for pieces of a thousand rows. A forward pass has F FLOPs,
 a backward pass 2 F, and recomputed gates another F, where F = 2·T·B·K·H·(I + H). Beside the rate
-of each phase is its limit: the rate of one matrix product of the shape of all gates.
+of each phase is its limit: the best rate of the product of that shape, by MKL (``torch.mm``), by
+oneDNN, or by our own tiles. The three kinds of products (x Wᵀ, g W and gᵀ x) are told for each.
 
     python benchmarks/recurrent_phases.py   # JSON into benchmarks/results/
 """
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 
 import retrograde as rg
+from retrograde.kernels import products
 from retrograde.machine import machine_of, now
 
 RESULTS = Path(__file__).parent / "results"
@@ -35,15 +37,44 @@ WORKS = [
 ]
 
 
-def product_rate(rows: int, inner: int, columns: int, rounds: int) -> float:
-    """FLOPs a second of one matrix product."""
-    a, b = torch.randn(rows, inner), torch.randn(inner, columns)
-    out, best = a.new_empty(rows, columns), 0.0
-    for _ in range(rounds):
-        start = now(torch.device("cpu"))
-        torch.mm(a, b, out=out)
-        best = max(best, 2 * rows * inner * columns / (now(torch.device("cpu")) - start))
-    return best
+def product_rates(rows: int, inner: int, columns: int, rounds: int) -> dict[str, dict[str, float]]:
+    """GFLOPs a second of x Wᵀ, g W and gᵀ x: medians of calls that take turns.
+
+    oneDNN is called as torch calls it, with a result of its own for each call.
+    """
+    x, w, g = torch.randn(rows, inner), torch.randn(columns, inner), torch.randn(rows, columns)
+    out, dx, total = torch.empty(rows, columns), torch.empty(rows, inner), torch.zeros_like(w)
+    turned, by_onednn = w.t().contiguous(), torch.ops.mkldnn._linear_pointwise
+    rest = None, "none", [], ""
+    calls = {
+        "x Wᵀ": {
+            "MKL": lambda: torch.mm(x, w.t(), out=out),
+            "oneDNN": lambda: by_onednn(x, w, *rest),
+            "ours": lambda: products.linear(x, w, None, out),
+        },
+        "g W": {
+            "MKL": lambda: torch.mm(g, w, out=dx),
+            "oneDNN": lambda: by_onednn(g, turned, *rest),
+            "ours": lambda: products.times(g, w, dx),
+        },
+        "gᵀ x": {
+            "MKL": lambda: total.addmm_(g.t(), x),
+            "oneDNN": lambda: by_onednn(g.t(), x.t(), *rest),
+            "ours": lambda: products.add_outer(g, x, total),
+        },
+    }
+    flops, cpu, found = 2 * rows * inner * columns, torch.device("cpu"), {}
+    for kind, ways in calls.items():
+        times: dict[str, list[float]] = {way: [] for way in ways}
+        for _ in range(rounds + 1):
+            for way, call in ways.items():
+                start = now(cpu)
+                call()
+                times[way].append(now(cpu) - start)
+        found[kind] = {
+            way: round(flops / statistics.median(own[1:]) / 1e9, 1) for way, own in times.items()
+        }
+    return found
 
 
 def phases(net: torch.nn.Module, x: torch.Tensor, seed: torch.Tensor) -> tuple[float, float, float]:
@@ -84,7 +115,7 @@ def measured(work: tuple[str, int, int, int, int], rounds: int) -> dict[str, Any
             if number:
                 times[name].append(found)
     flops = 2 * length * batch * GATES[kind] * hidden * (inputs + hidden)
-    limit = product_rate(length * batch, inputs + hidden, GATES[kind] * hidden, rounds)
+    rates_of = product_rates(length * batch, inputs + hidden, GATES[kind] * hidden, rounds)
     medians = {
         name: [statistics.median(column) for column in zip(*found, strict=True)]
         for name, found in times.items()
@@ -96,7 +127,8 @@ def measured(work: tuple[str, int, int, int, int], rounds: int) -> dict[str, Any
     again = medians["none kept"][2]
     return {
         "work": f"{kind} {inputs}→{hidden}, B={batch}, T={length}",
-        "product_gflops": round(limit / 1e9, 1),
+        "products_gflops": rates_of,
+        "product_gflops": max(rates_of["x Wᵀ"].values()),
         "gflops": {
             name: dict(
                 zip(
@@ -137,6 +169,9 @@ def main() -> None:
             f" {row['backward_with_gates_again_gflops']:7.1f}   ×{row['whole_over_torch']}",
             flush=True,
         )
+        for name, ways in row["products_gflops"].items():
+            share = ways["ours"] / max(ways.values())
+            print(f"    {name:<8}{ways}   ours: {share:.0%} of the best", flush=True)
     document = {"machine": machine_of("cpu"), "rows": rows}
     path = RESULTS / "recurrent_phases_cpu.json"
     path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")

@@ -42,8 +42,8 @@ ROOMS = {
     "sizes": (1230, 1300),
     "replay": (1980, 1300),
     "run": (2135, 1900),
-    "kernels": (4145, 3000),  # a cell will be data, written once
-    "recurrent": (3305, 2900),
+    "kernels": (4300, 3000),  # a cell will be data, written once
+    "recurrent": (3330, 2900),
     "cells": (1775, 2200),
     "models": (4320, 2400),  # a lean tape is a quarter of it
     "scan": (3820, 3800),

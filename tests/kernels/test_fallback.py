@@ -106,7 +106,7 @@ def test_wide_layers_go_on_too(refusing):
     kernel = refusing(REFUSALS["no compiler"])
     use = house.kernels("cuda", torch.float32, 129)
     slopes, hidden, dy, g = problem(4, size=129)
-    theirs, swept = slopes.map(torch.clone), use.sweep_with(hidden)
+    theirs, swept = slopes.map(torch.clone), use.sweep_with(hidden, len(g))
     with pytest.warns(RuntimeWarning, match="Failed to find C compiler"):
         g = swept(slopes.at(slice(3, None)), dy[3:], g)
     g = swept(slopes.at(slice(0, 3)), dy[:3], g)

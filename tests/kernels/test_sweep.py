@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 
-from retrograde.kernels import cpu, in_place, kernels, team
+from retrograde.kernels import cpu, in_place, kernels, meeting, team
 from retrograde.kernels.cells import GATES, Slopes, Weights, jacobians, slopes
 from retrograde.kernels.sweep import carry, products, safe_chunk, scan, sweep, trusted
 from retrograde.kernels.team import share
@@ -20,7 +20,8 @@ CHUNKS = [1, 2, 7, 16, 64]
 
 def in_place_sweep(steps, hidden, dy, g):
     """The sweep that makes no copy of the weights."""
-    return in_place(hidden.dtype, hidden.shape[1]).sweep_with(hidden)(steps, dy, g)
+    use = in_place(hidden.dtype, hidden.shape[1])
+    return use.sweep_with(hidden, len(g))(steps, dy, g)
 
 
 WAYS = {"plain": sweep, "compiled": cpu.sweep, "in place": in_place_sweep}
@@ -141,7 +142,7 @@ def test_threads_share_the_samples(kind, threads, samples, monkeypatch):
     """The number of threads is only asked for here: setting it would slow every later test."""
     monkeypatch.setattr(team, "THREAD_WORK", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    ranges, share = [], cpu.share
+    ranges, share = [], meeting.share
 
     def spy(kernel, parts):
         def counted(first, last):
@@ -150,7 +151,7 @@ def test_threads_share_the_samples(kind, threads, samples, monkeypatch):
 
         share(counted, parts)
 
-    monkeypatch.setattr(cpu, "share", spy)
+    monkeypatch.setattr(meeting, "share", spy)
     problem = Problem(kind, 20, samples)
     assert_close(problem.solve(cpu.sweep), problem.expected)
     assert len(ranges) > 1 or threads == 1 or samples < 4

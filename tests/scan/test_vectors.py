@@ -104,7 +104,7 @@ def test_a_product_is_numpys_and_a_row_does_not_depend_on_its_neighbours(
     u = rng.standard_normal((terms, columns)).astype(dtype)
     given = rng.standard_normal((rows, width)).astype(dtype)
     given[:, columns:] = 0
-    packed, out = panels(torch.from_numpy(u)).numpy(), given.copy()
+    packed, out = panels(torch.from_numpy(u))[0].numpy(), given.copy()
     product(a.reshape(-1), 0, stride, 1, rows, packed, width, out.reshape(-1), width)
     expected = given[:, :columns] + a[:, :terms].astype(np.float64) @ u.astype(np.float64)
     tolerance = 20 * terms * np.finfo(dtype).eps
@@ -155,8 +155,9 @@ def test_sums_along_rows_are_numpys_and_do_not_depend_on_other_rows(dtype, rows,
 def test_panels_are_three_vectors_wide(turned, shape):
     assert PANEL == 3 * LANES
     u = torch.randn(*shape)
-    found = panels(u.t().contiguous().t() if turned else u)
-    wide = found.transpose(0, 1).reshape(len(u), -1)
-    assert wide.shape[1] % PANEL == 0
-    assert torch.equal(wide[:, : shape[1]], u)
-    assert (wide[:, shape[1] :] == 0).all()
+    given = u.t().contiguous().t() if turned else u
+    for found, part in zip(panels(given, given[:, 1:]), (u, u[:, 1:]), strict=True):
+        wide, columns = found.transpose(0, 1).reshape(len(u), -1), part.shape[1]
+        assert wide.shape[1] % PANEL == 0
+        assert torch.equal(wide[:, :columns], part)
+        assert (wide[:, columns:] == 0).all()

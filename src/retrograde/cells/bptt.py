@@ -7,6 +7,7 @@ are dropped at once. Only what the schedule keeps is in memory.
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, SupportsIndex, cast
 
 import torch
@@ -20,7 +21,7 @@ from retrograde.plan import plan
 from retrograde.plan.fit import Fit
 from retrograde.recurrent.base import BudgetedRNN
 from retrograde.recurrent.fastest import Candidate, candidates, fit_fastest, footprints
-from retrograde.recurrent.fused import Fused
+from retrograde.recurrent.fused import Fused, run_held
 from retrograde.recurrent.vendor import Layers, Mode
 from retrograde.replay.referents import find_referents
 from retrograde.replay.surroundings import autocast_as_now
@@ -190,9 +191,11 @@ def _module(
         states, state_spec = _module_state(module, stream, state)
         list_spec = flatten(states, "state")[1]
         kernels = candidates(net, states[0].shape[1])
-        # A trial must fit the least budget, but oneDNN's LSTM copies its weights.
-        lightest = kernels[-1 if module.mode == "LSTM" else 0]
-        part = RangeLoss(cast(Fused, lightest.core), loss, device)
+        lightest = cast(Fused, kernels[0].core)
+        if module.mode == "LSTM" and len(kernels) > 1:
+            # A trial must fit the least budget, but oneDNN's LSTM copies its weights.
+            lightest = Fused(net, partial(run_held, lightly=True))
+        part = RangeLoss(lightest, loss, device)
         core, probed = examine_loss(part, stream, states, list_spec)
     cores = [one._replace(core=_with_kernel(core, cast(Fused, one.core))) for one in kernels]
     return _Task(cores, stream, probed, states, state_spec)

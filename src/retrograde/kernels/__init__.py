@@ -26,7 +26,7 @@ BlockSweep = Callable[..., Tensor]
 Products = Callable[[Slopes, Tensor, Tensor | None], Tensor]
 
 
-def _as_it_is(hidden: Tensor) -> Tensor:
+def _as_it_is(hidden: Tensor, samples: int) -> Tensor:
     return hidden
 
 
@@ -48,14 +48,14 @@ class Kernels:
     forward: "type[Forward] | None" = None
     backward: "type[Backward] | None" = None
     recall: Recall | None = None
-    prepare: Callable[[Tensor], Tensor] = _as_it_is
+    prepare: Callable[[Tensor, int], Tensor] = _as_it_is
     wide: Callable[[Tensor], BlockSweep] | None = None
 
-    def sweep_with(self, hidden: Tensor) -> BlockSweep:
-        """Return the sweep with these hidden weights, for many blocks."""
+    def sweep_with(self, hidden: Tensor, samples: int) -> BlockSweep:
+        """Return the sweep with these hidden weights, for many blocks of so many samples."""
         if self.wide is not None:
             return self.wide(hidden)
-        prepared = self.prepare(hidden)
+        prepared = self.prepare(hidden, samples)
         return lambda slopes, dy, g, *resets: self.sweep(slopes, prepared, dy, g, *resets)
 
     @property
@@ -68,10 +68,10 @@ class Kernels:
 def kernels(device: str, dtype: torch.dtype, size: int) -> Kernels:
     """Return the fastest implementation for a device type, a dtype and H hidden units."""
     if device == "cpu" and dtype in (torch.float32, torch.float64):
-        from retrograde.kernels import cpu, cpu_layer, tiles
+        from retrograde.kernels import cpu, cpu_layer
 
         slopes = cpu.gru_slopes, cpu.lstm_slopes
-        layer = cpu_layer.Forward, cpu_layer.Backward, cpu_layer.recall, tiles.panels
+        layer = cpu_layer.Forward, cpu_layer.Backward, cpu_layer.recall, cpu.in_parts
         return Kernels("numba", cpu.sweep, cpu.scan, slopes, cpu.products, *layer)
     if device == "cuda" and dtype == torch.float32 and importlib.util.find_spec("triton"):
         from retrograde.kernels.cuda import launch as cuda

@@ -6,6 +6,7 @@ passes are in ``cpu_layer``.
 """
 
 import functools
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch import Tensor
 from retrograde.kernels import cpu_slopes, cpu_sweep
 from retrograde.kernels import sweep as reference
 from retrograde.kernels.cells import Resets, Slopes
+from retrograde.kernels.meeting import NOBODY, bounds_of_units, parts_of_units, share_or_meet
 from retrograde.kernels.team import Range, parts_for, share
 from retrograde.kernels.tiles import panels, whole_vectors
 
@@ -35,9 +37,16 @@ def _no_starts(dtype: torch.dtype) -> tuple[Any, Any, Any]:
     return np.empty((0, 0), np.bool_), none, none
 
 
-def as_they_lie(hidden: Tensor) -> Tensor:
+def as_they_lie(hidden: Tensor, samples: int) -> Tensor:
     """Return hidden weights for sweeps that read them without a copy."""
-    return hidden.contiguous().unsqueeze(0)
+    return hidden.contiguous()[None, None]
+
+
+def in_parts(hidden: Tensor, samples: int) -> Tensor:
+    """Return hidden weights in panels, for each part of the units that ``samples`` pay for."""
+    size = hidden.shape[1]
+    units = bounds_of_units(size, parts_of_units(samples, size, len(hidden) // size))
+    return panels(*(hidden[:, first:last] for first, last in pairwise(units.tolist())))
 
 
 def sweep(
@@ -49,19 +58,19 @@ def sweep(
 ) -> Tensor:
     """Do the same as :func:`retrograde.kernels.sweep.sweep`, for either dtype on a CPU.
 
-    The hidden weights may be in panels, or :func:`as_they_lie`.
+    The hidden weights may be :func:`in_parts`, or :func:`as_they_lie`.
     """
     samples, size = slopes.gates.shape[1], slopes.gates.shape[3]
     g = g.clone(memory_format=torch.contiguous_format)
-    arrays = _arrays(slopes, hidden if hidden.dim() == 3 else panels(hidden), dy, resets)
-    room = g.new_empty(samples, int(whole_vectors(size)))
-    loop = functools.partial(_sweep_of(g, size), arrays, g.numpy(), room.numpy())
-    share(loop, parts_for(samples, slopes.gates.numel() * size))
+    hidden = hidden if hidden.dim() == 4 else in_parts(hidden, samples)
+    units = bounds_of_units(size, len(hidden))
+    width = int(whole_vectors(int(np.diff(units).max())))
+    arrays = _arrays(slopes, hidden, dy, resets), g.numpy()
+    room = g.new_empty(len(hidden), samples, width).numpy()
+    loop = functools.partial(cpu_sweep.sweep, *arrays, room, units)
+    parts = parts_for(samples, slopes.gates.numel() * size)
+    share_or_meet(loop, parts, 0 if resets is not None else len(hidden))
     return g
-
-
-def _sweep_of(g: Tensor, size: int) -> Any:
-    return cpu_sweep.sweep_lstm if g.shape[-1] == 2 * size else cpu_sweep.sweep_state
 
 
 def scan(
@@ -81,9 +90,10 @@ def scan(
     after, before = reference.carry(rows, g)
     if not reference.trusted(rows, after):
         return sweep(slopes, hidden, dy, g)
-    arrays = _arrays(chunks, panels(hidden), losses), after.numpy()
+    units = bounds_of_units(size, 1)
+    arrays = _arrays(chunks, panels(hidden), losses), after.numpy(), units, NOBODY
     parts = parts_for(len(chunks.gates), chunks.gates.numel() * size)
-    room = g.new_empty(len(parts), samples, int(whole_vectors(size)))
+    room = g.new_empty(len(parts), 1, samples, int(whole_vectors(size)))
     _share_with_room(cpu_sweep.sweep_chunks, arrays, parts, room)
     return sweep(slopes.at(slice(0, rest)), hidden, None if dy is None else dy[:rest], before)
 
@@ -97,7 +107,7 @@ def products(chunks: Slopes, hidden: Tensor, losses: Tensor | None) -> Tensor:
     kernel = cpu_sweep.products_lstm if lstm else cpu_sweep.products_state
     parts = parts_for(count, chunks.gates.numel() * size * n)
     numbers = cpu_sweep.room_for_products(size, n // size)
-    arrays = _arrays(chunks, panels(hidden), losses), rows.numpy()
+    arrays = _arrays(chunks, panels(hidden)[0], losses), rows.numpy()
     _share_with_room(kernel, arrays, parts, hidden.new_empty(len(parts), numbers))
     return rows
 
@@ -133,14 +143,10 @@ def lstm_slopes(
     """Do the same as :func:`retrograde.kernels.cells.lstm_slopes`, for either dtype on a CPU."""
     length, samples, size = after.shape
     work = length * samples * size * ELEMENT_WORK
-    if not known:
-        flat = gates.view(length * samples, -1).numpy()
-        parts = parts_for(length * samples, work)
-        share(functools.partial(cpu_slopes.lstm_gates, flat), parts)
     keep, inner = (after.new_empty(after.shape) for _ in range(2))
     arrays = [t.numpy() for t in (gates, after.contiguous(), c.clone(), keep, inner)]
     arrays += starts_of(resets, c)[:2]
-    share(functools.partial(cpu_slopes.lstm_slopes, *arrays), parts_for(samples, work))
+    share(functools.partial(cpu_slopes.lstm_slopes, known, *arrays), parts_for(samples, work))
     return Slopes(gates.unflatten(-1, (4, size)), keep, inner)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrograde.kernels import cpu_cells as cell
-from retrograde.kernels.lanes import LANES, Reals, compiled, load, store
+from retrograde.kernels.lanes import LANES, Reals, compiled, load, load_four, store, store_four
 from retrograde.kernels.tiles import PANEL, product, whole_vectors
 
 # Gate gradients are buffered per thread, in rows (one row is one step of one sample). The buffer is
@@ -135,8 +135,7 @@ def backward_lstm(
                 row, v, of_h = (t * samples + b) * size, top + (b - first) * stride, 2 * b * size
                 for j in range(0, size, LANES):
                     left, at, u, w = size - j, row + j, 4 * row + j, v + j
-                    i, f = load(given, u, left), load(given, u + size, left)
-                    n, o = load(given, u + 2 * size, left), load(given, u + 3 * size, left)
+                    i, f, n, o = load_four(given, u, size, left)
                     dh = load(known, of_h + j, left)
                     if losses.shape[0]:
                         dh = dh + load(terms, at, left)
@@ -145,10 +144,7 @@ def backward_lstm(
                     )
                     dc = load(known, of_h + size + j, left) + dh * e
                     store(known, of_h + size + j, dc * f, left)
-                    store(s, w, dc * s_i, left)
-                    store(s, w + size, dc * s_f, left)
-                    store(s, w + 2 * size, dc * s_g, left)
-                    store(s, w + 3 * size, dh * s_o, left)
+                    store_four(s, w, size, left, dc * s_i, dc * s_f, dc * s_g, dh * s_o)
             into[:] = 0
             product(s, top, stride, 1, each, hidden, wide, into, wide)
             for b in range(each):

@@ -12,15 +12,18 @@ of :mod:`retrograde.kernels.sweep` and :mod:`retrograde.kernels.cells`. The loop
 """
 
 import functools
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from retrograde.kernels import cpu_backward, cpu_states
-from retrograde.kernels.cells import Block, Kept, Kind, Resets, Weights
+from retrograde.kernels.cells import GATES, Block, Kept, Kind, Resets, Weights
 from retrograde.kernels.cpu import ELEMENT_WORK, starts_of
 from retrograde.kernels.lanes import LANES
+from retrograde.kernels.meeting import Counts, bounds_of_units, parts_of_units, share_or_meet
 from retrograde.kernels.products import linear
 from retrograde.kernels.team import parts_for, share
 from retrograde.kernels.tiles import panels, whole_vectors
@@ -34,17 +37,20 @@ class Forward:
     in_panels = True
 
     def __init__(self, weights: Weights, samples: int) -> None:
-        self.weights, rows = weights, weights.inputs.shape[0]
-        self.bias, self.own = _biases(weights)
+        self.weights, gates = weights, GATES[weights.kind]
+        self.bias, own = _biases(weights)
         u = weights.hidden.detach()
-        hidden = panels(u.t()) if self.in_panels else u.contiguous().unsqueeze(1)
-        self.fixed = [hidden.numpy()] if self.own is None else [self.own.numpy(), hidden.numpy()]
-        self.sums = u.new_empty(samples, int(whole_vectors(rows)))
-        self.work = samples * rows * (weights.size + ELEMENT_WORK // 4)
+        parts = parts_of_units(samples, weights.size, gates)
+        self.units = bounds_of_units(weights.size, parts)
+        each = int(np.diff(self.units).max())
+        hidden = panels_of_units(u, self.units) if self.in_panels else u.contiguous()[None, :, None]
+        self.fixed = u.new_empty(0) if own is None else own.detach(), hidden
+        self.sums = u.new_empty(parts, samples, int(whole_vectors(gates * each)))
+        self.work = samples * len(u) * (weights.size + ELEMENT_WORK // 4)
 
     def room(self, steps: int) -> Tensor:
         """Return an uninitialized tensor for the gates of ``steps`` steps (L, B, K·H)."""
-        return self.sums.new_empty(steps, len(self.sums), len(self.weights.inputs))
+        return self.sums.new_empty(steps, self.sums.shape[1], len(self.weights.inputs))
 
     def __call__(
         self, x: Tensor, state: State, outputs: Tensor, gates: Tensor, cells: Tensor | None = None,
@@ -62,13 +68,14 @@ class Forward:
             resets: where samples begin anew.
         """
         _drive(self.weights.inputs, self.bias, x, gates)
-        by_step = [gates.numpy(), outputs.numpy()]
-        if self.weights.kind == "LSTM":
-            by_step.append((outputs[:0] if cells is None else cells).numpy())
-        arrays = [*self.fixed, *(s.numpy() for s in state)]
-        arrays += [*starts_of(resets, self.sums)[:2], self.sums.numpy()]
-        loop = functools.partial(_RUN[self.weights.kind], *by_step, *arrays)
-        share(loop, parts_for(len(state[0]), len(by_step[0]) * self.work))
+        kind, none = self.weights.kind, outputs[:0]
+        before = none if cells is None else cells
+        c = state[1] if kind == "LSTM" else none.flatten(0, 1)
+        given = [t.numpy() for t in (gates, outputs, before, *self.fixed, state[0], c)]
+        given += [*starts_of(resets, self.sums)[:2], self.sums.numpy(), self.units]
+        loop = functools.partial(cpu_states.run, GATES[kind], kind == "RNN_RELU", *given)
+        parts = parts_for(len(state[0]), len(x) * self.work)
+        share_or_meet(loop, parts, 0 if resets is not None else len(self.units) - 1)
 
 
 class ForwardInPlace(Forward):
@@ -77,12 +84,13 @@ class ForwardInPlace(Forward):
     in_panels = False
 
 
-_RUN: dict[Kind, Any] = {
-    "RNN_TANH": functools.partial(cpu_states.run_rnn, False),
-    "RNN_RELU": functools.partial(cpu_states.run_rnn, True),
-    "GRU": cpu_states.run_gru,
-    "LSTM": cpu_states.run_lstm,
-}
+def panels_of_units(u: Tensor, units: Counts) -> Tensor:
+    """Return the transposed hidden weights (K·H, H) in panels (P, …), for each part of the units.
+
+    The columns of a part are all gates of its units, the first gate first.
+    """
+    by_gate = u.unflatten(0, (-1, u.shape[1]))
+    return panels(*(by_gate[:, a:b].flatten(0, 1).t() for a, b in pairwise(units.tolist())))
 
 
 def _biases(weights: Weights) -> tuple[Tensor | None, Tensor | None]:
@@ -217,7 +225,7 @@ def _loop(weights: Weights) -> tuple[Any, list[Any], Tensor]:
             zero = weights.hidden.new_zeros(weights.hidden.shape[0])
             given = [weights.bias_inputs, weights.bias_hidden]
             biases = torch.stack([zero if bias is None else bias for bias in given])
-            forward = panels(weights.inputs.t()), panels(weights.hidden.t()), biases
+            forward = panels(weights.inputs.t())[0], panels(weights.hidden.t())[0], biases
             r_z, n = weights.hidden.split([2 * weights.size, weights.size])
             return cpu_backward.backward_gru, [t.numpy() for t in forward], torch.cat([n, r_z])
         case "LSTM":
@@ -248,7 +256,7 @@ def _readable(w: Tensor, rows: int) -> Tensor:
     is small, its rows are whole vectors, and each of its numbers is read only once.
     """
     read_once = rows <= _TILE_ROWS and w.numel() <= _COMPACT
-    return w.detach().unsqueeze(0) if read_once and _has_whole_vectors(w) else panels(w)
+    return w.detach().unsqueeze(0) if read_once and _has_whole_vectors(w) else panels(w)[0]
 
 
 def _has_whole_vectors(matrix: Tensor) -> bool:

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from retrograde.kernels import cpu_cells as cell
 from retrograde.kernels.cpu_states import enter
-from retrograde.kernels.lanes import LANES, Reals, compiled, load, store
+from retrograde.kernels.lanes import LANES, Reals, compiled, load, load_four, store, store_four
 
 
 @compiled  # type: ignore[untyped-decorator]
@@ -39,29 +39,14 @@ def gru_slopes(
 
 
 @compiled  # type: ignore[untyped-decorator]
-def lstm_gates(sums: Reals, first: int, last: int) -> None:
-    """Overwrite the sums that enter an LSTM's gates by i, f, g, o, for rows first … last − 1."""
-    size, flat = sums.shape[1] // 4, sums.reshape(-1)
-    for row in range(first, last):
-        for j in range(0, size, LANES):
-            left, v = size - j, 4 * row * size + j
-            i, f = load(flat, v, left), load(flat, v + size, left)
-            g, o = load(flat, v + 2 * size, left), load(flat, v + 3 * size, left)
-            i, f, g, o = cell.lstm_gates(i, f, g, o)
-            store(flat, v, i, left)
-            store(flat, v + size, f, left)
-            store(flat, v + 2 * size, g, left)
-            store(flat, v + 3 * size, o, left)
-
-
-@compiled  # type: ignore[untyped-decorator]
 def lstm_slopes(
-    gates: Reals, after: Reals, c: Reals, keep: Reals, inner: Reals, starts: NDArray[np.bool_],
-    entry: Reals, first: int, last: int,
+    known: bool, gates: Reals, after: Reals, c: Reals, keep: Reals, inner: Reals,
+    starts: NDArray[np.bool_], entry: Reals, first: int, last: int,
 ) -> None:  # fmt: skip
     """Compute an LSTM's slopes for samples first … last − 1.
 
-    ``gates`` are i, f, g, o, overwritten by s_i, s_f, s_g, s_o. ``inner`` receives e, and ``keep``
+    ``gates`` are i, f, g, o if ``known``, and otherwise the sums that enter them. They are
+    overwritten by s_i, s_f, s_g, s_o. ``inner`` receives e, and ``keep``
     receives f. ``c`` (B, H), before the first step, is overwritten by that after the last.
     ``starts`` and ``entry`` are those of ``cpu_states``.
     """
@@ -75,14 +60,12 @@ def lstm_slopes(
             for j in range(0, size, LANES):
                 left, row = size - j, (t * samples + b) * size
                 at, v, state = row + j, 4 * row + j, b * size + j
-                i, f = load(flat, v, left), load(flat, v + size, left)
-                g, o = load(flat, v + 2 * size, left), load(flat, v + 3 * size, left)
+                i, f, g, o = load_four(flat, v, size, left)
+                if not known:
+                    i, f, g, o = cell.lstm_gates(i, f, g, o)
                 c_now = load(cells, state, left)
                 s_i, s_f, s_g, s_o, through = cell.lstm_slopes(i, f, g, o, c_now, load(h, at, left))
-                store(flat, v, s_i, left)
-                store(flat, v + size, s_f, left)
-                store(flat, v + 2 * size, s_g, left)
-                store(flat, v + 3 * size, s_o, left)
+                store_four(flat, v, size, left, s_i, s_f, s_g, s_o)
                 store(e, at, through, left)
                 store(kept, at, f, left)
                 store(cells, state, f * c_now + i * g, left)

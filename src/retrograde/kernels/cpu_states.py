@@ -2,10 +2,13 @@
 
 They run the samples first … last − 1. Their arrays are:
 
-- ``driven`` (L, B, K·H): the inputs' part of the gates, with the biases;
+- ``driven`` (L, B, K·H): the inputs' part of the gates, with the biases; an LSTM's are overwritten
+  by i, f, g, o;
 - ``hidden``: the transposed hidden weights (H, K·H) in panels, or the weights (K·H, 1, H) as they
   lie;
 - ``bias`` (3 H): a GRU's bias_hh, which is not a part of ``driven`` but of the states' part;
+  empty for others;
+- ``before`` (L, B, H): receives an LSTM's c before each step, unless it is empty;
 - ``h`` and ``c`` (B, H): the state before the first step, overwritten by that after the last;
 - ``outputs`` (L, B, H): receives h after each step;
 - ``starts`` (L, B): true before a step at which a sample begins anew, from its state ``entry``
@@ -17,113 +20,112 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrograde.kernels.cpu_cells import gru_gates, lstm_gates, rnn_state
-from retrograde.kernels.lanes import LANES, Reals, compiled, load, store, tanh
+from retrograde.kernels.lanes import (
+    LANES,
+    Reals,
+    compiled,
+    load,
+    load_four,
+    store,
+    store_four,
+    tanh,
+)
+from retrograde.kernels.meeting import Counts, meet
 from retrograde.kernels.tiles import dots, product
 
 
 @compiled  # type: ignore[untyped-decorator]
+def extent(
+    by_units: bool, units: Counts, samples: int, first: int, last: int
+) -> tuple[int, int, int, int]:
+    """Return the parts of the units, and the samples, that a thread runs."""
+    return (first, last, 0, samples) if by_units else (0, len(units) - 1, first, last)
+
+
+@compiled  # type: ignore[untyped-decorator]
 def _multiply(
-    h: Reals, start: int, size: int, rows: int, hidden: Reals, width: int, out: Reals
-) -> None:
-    """Add U h to ``out``, for so many states from ``start`` on."""
-    if hidden.shape[1] * hidden.shape[2] == size:
-        dots(h, start, rows, hidden, width, out)
-    else:
-        product(h, start, size, 1, rows, hidden, width, out, width)
-
-
-@compiled  # type: ignore[untyped-decorator]
-def run_rnn(
-    relu: bool, driven: Reals, outputs: Reals, hidden: Reals, h: Reals, starts: NDArray[np.bool_],
-    entry: Reals, sums: Reals, first: int, last: int,
+    gates: int, h: Reals, at: int, size: int, rows: int, weights: Reals, left: int, right: int,
+    own: Reals, width: int,
 ) -> None:  # fmt: skip
-    """Run an RNN with tanh or ReLU."""
-    samples, size = h.shape
-    width, own = sums.shape[1], sums[first:last].reshape(-1)
-    x, states, y = driven.reshape(-1), h.reshape(-1), outputs.reshape(-1)
-    for t in range(driven.shape[0]):
-        if starts.shape[0]:
-            enter(starts[t], entry, h, 0, first, last)
-        own[:] = 0
-        _multiply(states, first * size, size, last - first, hidden, width, own)
-        for b in range(first, last):
-            at, row, z = (t * samples + b) * size, b * size, (b - first) * width
-            for j in range(0, size, LANES):
-                left = size - j
-                state = rnn_state(load(own, z + j, left) + load(x, at + j, left), relu)
-                store(states, row + j, state, left)
-                store(y, at + j, state, left)
+    """Write U h to ``own`` for all gates of the units left … right − 1.
 
-
-@compiled  # type: ignore[untyped-decorator]
-def run_gru(
-    driven: Reals, outputs: Reals, bias: Reals, hidden: Reals, h: Reals, starts: NDArray[np.bool_],
-    entry: Reals, sums: Reals, first: int, last: int,
-) -> None:  # fmt: skip
-    """Run a GRU; ``bias`` (3 H) is added to U h."""
-    samples, size = h.shape
-    width, own = sums.shape[1], sums[first:last].reshape(-1)
-    x, states, y = driven.reshape(-1), h.reshape(-1), outputs.reshape(-1)
-    for t in range(driven.shape[0]):
-        if starts.shape[0]:
-            enter(starts[t], entry, h, 0, first, last)
-        for b in range(last - first):
-            own[b * width : b * width + 3 * size] = bias
-        _multiply(states, first * size, size, last - first, hidden, width, own)
-        for b in range(first, last):
-            at, row, u = (t * samples + b) * size, b * size, (b - first) * width
-            for j in range(0, size, LANES):
-                left, v, w = size - j, 3 * at + j, u + j
-                r = load(x, v, left) + load(own, w, left)
-                z = load(x, v + size, left) + load(own, w + size, left)
-                m = load(own, w + 2 * size, left)
-                r, z, n = gru_gates(r, z, load(x, v + 2 * size, left), m)
-                state = n + z * (load(states, row + j, left) - n)
-                store(states, row + j, state, left)
-                store(y, at + j, state, left)
-
-
-@compiled  # type: ignore[untyped-decorator]
-def run_lstm(
-    driven: Reals, outputs: Reals, before: Reals, hidden: Reals, h: Reals, c: Reals,
-    starts: NDArray[np.bool_], entry: Reals, sums: Reals, first: int, last: int,
-) -> None:  # fmt: skip
-    """Run an LSTM.
-
-    The gates i, f, g, o overwrite ``driven``. ``before`` (L, B, H) receives c before each step,
-    unless it is empty.
+    ``h`` is flat, and the state of the first sample begins ``at`` a place.
     """
-    samples, size = c.shape
-    width, own = sums.shape[1], sums[first:last].reshape(-1)
-    gates, states, y = driven.reshape(-1), h.reshape(-1), outputs.reshape(-1)
-    cells, cells_before = c.reshape(-1), before.reshape(-1)
+    own[:] = 0
+    if weights.shape[1] == 1 and weights.shape[2] == size:  # as they lie
+        for k in range(gates):
+            lying, into = weights[k * size + left : k * size + right], own[k * (right - left) :]
+            dots(h, at, rows, lying, width, into)
+    else:
+        product(h, at, size, 1, rows, weights, gates * (right - left), own, width)
+
+
+@compiled  # type: ignore[untyped-decorator]
+def run(
+    gates: int, relu: bool, driven: Reals, outputs: Reals, before: Reals, bias: Reals,
+    hidden: Reals, h: Reals, c: Reals, starts: NDArray[np.bool_], entry: Reals, sums: Reals,
+    units: Counts, by_units: bool, meeting: Counts, first: int, last: int,
+) -> None:  # fmt: skip
+    """Run an RNN (one gate, with tanh or ReLU), a GRU (three gates) or an LSTM (four)."""
+    samples, size = h.shape
+    x, y, states, numbers = driven.reshape(-1), outputs.reshape(-1), h.reshape(-1), samples * size
+    cells, cells_before, width = c.reshape(-1), before.reshape(-1), sums.shape[2]
+    one, many, low, high = extent(by_units, units, samples, first, last)
+    u, weights, rows = sums[one, low:high].reshape(-1), hidden[one % len(hidden)], high - low
     for t in range(driven.shape[0]):
         if starts.shape[0]:
-            enter(starts[t], entry, c, size, first, last)
             enter(starts[t], entry, h, 0, first, last)
-        own[:] = 0
-        _multiply(states, first * size, size, last - first, hidden, width, own)
-        for b in range(first, last):
-            at, row, u = (t * samples + b) * size, b * size, (b - first) * width
-            for j in range(0, size, LANES):
-                left, v, w = size - j, 4 * at + j, u + j
-                i, f = load(gates, v, left), load(gates, v + size, left)
-                g, o = load(gates, v + 2 * size, left), load(gates, v + 3 * size, left)
-                i, f = i + load(own, w, left), f + load(own, w + size, left)
-                g, o = g + load(own, w + 2 * size, left), o + load(own, w + 3 * size, left)
-                i, f, g, o = lstm_gates(i, f, g, o)
-                cell = load(cells, row + j, left)
-                if before.shape[0]:
-                    store(cells_before, at + j, cell, left)
-                cell = f * cell + i * g
-                store(gates, v, i, left)
-                store(gates, v + size, f, left)
-                store(gates, v + 2 * size, g, left)
-                store(gates, v + 3 * size, o, left)
-                state = o * tanh(cell)
-                store(cells, row + j, cell, left)
-                store(states, row + j, state, left)
-                store(y, at + j, state, left)
+            if gates == 4:
+                enter(starts[t], entry, c, size, first, last)
+        for part in range(one, many):
+            left, right = units[part], units[part + 1]
+            each = right - left
+            if many - one > 1:
+                u, weights = sums[part, low:high].reshape(-1), hidden[part % len(hidden)]
+            if by_units and t:  # other threads may still read h after this step
+                at = (t - 1) * numbers
+                _multiply(gates, y, at, size, rows, weights, left, right, u, width)
+            else:
+                at = low * size
+                _multiply(gates, states, at, size, rows, weights, left, right, u, width)
+            for b in range(low, high):
+                row, own = b * size, (b - low) * width - left
+                at = t * numbers + row
+                for j in range(left, right, LANES):
+                    rest, v, w = right - j, gates * at + j, own + j
+                    if gates == 1:
+                        state = rnn_state(load(u, w, rest) + load(x, v, rest), relu)
+                    elif gates == 3:
+                        r = load(x, v, rest) + (load(u, w, rest) + load(bias, j, rest))
+                        z = load(u, w + each, rest) + load(bias, size + j, rest)
+                        m = load(u, w + 2 * each, rest) + load(bias, 2 * size + j, rest)
+                        z, driven_n = load(x, v + size, rest) + z, load(x, v + 2 * size, rest)
+                        r, z, n = gru_gates(r, z, driven_n, m)
+                        if by_units and t:
+                            state = n + z * (load(y, at - numbers + j, rest) - n)
+                        else:
+                            state = n + z * (load(states, row + j, rest) - n)
+                    else:
+                        i, f, g, o = load_four(x, v, size, rest)
+                        u_i, u_f, u_g, u_o = load_four(u, w, each, rest)
+                        i, f, g, o = lstm_gates(i + u_i, f + u_f, g + u_g, o + u_o)
+                        cell = load(cells, row + j, rest)
+                        if before.shape[0]:
+                            store(cells_before, at + j, cell, rest)
+                        cell = f * cell + i * g
+                        store_four(x, v, size, rest, i, f, g, o)
+                        store(cells, row + j, cell, rest)
+                        state = o * tanh(cell)
+                    store(y, at + j, state, rest)
+        if by_units:
+            meet(meeting, t + 1)
+        else:
+            for j in range(low * size, high * size, LANES):
+                rest = high * size - j
+                store(states, j, load(y, t * numbers + j, rest), rest)
+    if by_units:
+        left, right = units[first], units[last]
+        h[:, left:right] = outputs[outputs.shape[0] - 1, :, left:right]
 
 
 @compiled  # type: ignore[untyped-decorator]
@@ -141,15 +143,11 @@ def run_cells(
             for j in range(0, size, LANES):
                 left, at, row = size - j, (t * samples + b) * size + j, b * size + j
                 v = 4 * (at - j) + j
-                i, f = load(flat, v, left), load(flat, v + size, left)
-                g, o = load(flat, v + 2 * size, left), load(flat, v + 3 * size, left)
+                i, f, g, o = load_four(flat, v, size, left)
                 i, f, g, o = lstm_gates(i, f, g, o)
                 cell = load(cells, row, left)
                 store(cells_before, at, cell, left)
-                store(flat, v, i, left)
-                store(flat, v + size, f, left)
-                store(flat, v + 2 * size, g, left)
-                store(flat, v + 3 * size, o, left)
+                store_four(flat, v, size, left, i, f, g, o)
                 store(cells, row, f * cell + i * g, left)
 
 

@@ -6,7 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrograde.kernels.cpu_backward import leave
-from retrograde.kernels.lanes import LANES, Reals, compiled, load, store
+from retrograde.kernels.cpu_states import extent
+from retrograde.kernels.lanes import LANES, Reals, compiled, load, load_four, store, store_four
+from retrograde.kernels.meeting import Counts, meet
 from retrograde.kernels.tiles import PANEL, product, whole_vectors
 
 
@@ -20,7 +22,7 @@ class SweepArrays(NamedTuple):
     keep: Reals  # (L, B, H)
     inner: Reals  # (L, B, H), a GRU's overwritten too
     losses: Reals  # (L, B, H)
-    hidden: Reals  # (K·H, H), in panels, or (1, K·H, H) as they lie
+    hidden: Reals  # (P, …), the columns of each part of the units, as ``product`` takes them
     starts: NDArray[np.bool_]  # (L, B), with ``to_entry`` as in the whole backward pass
     to_entry: Reals
 
@@ -36,89 +38,70 @@ def room_for_products(size: int, parts: int) -> int:
 
 
 @compiled  # type: ignore[untyped-decorator]
-def sweep_state(of: SweepArrays, g: Reals, room: Reals, first: int, last: int) -> None:
-    """Sweep samples first … last − 1 of an RNN or GRU.
+def sweep(
+    of: SweepArrays, g: Reals, room: Reals, units: Counts, by_units: bool, meeting: Counts,
+    first: int, last: int,
+) -> None:  # fmt: skip
+    """Sweep samples, or parts of the units, first … last − 1.
 
-    ``g`` (B, H), the gradient after the last step, is overwritten by that before step 0. ``room``
-    (B, W ≥ H) holds whole vectors.
+    ``g`` (B, n), the gradient after the last step, is overwritten by that before step 0. ``room``
+    (P, B, W) holds whole vectors of the units of a part.
     """
-    gates, keep, losses, hidden = of.gates, of.keep, of.losses, of.hidden
-    starts, to_entry = of.starts, of.to_entry
-    samples, size, width, wide = *g.shape, gates.shape[2], room.shape[1]
-    s, kept, s_n = gates.reshape(-1), keep.reshape(-1), of.inner.reshape(-1)
-    known, terms, before = g.reshape(-1), losses.reshape(-1), room[first:last].reshape(-1)
+    gates, keep, losses, (samples, state) = of.gates, of.keep, of.losses, g.shape
+    width = gates.shape[2]
+    size = state // 2 if width == 2 * state else state  # an LSTM's state is (h, c)
+    s, kept, inner = gates.reshape(-1), keep.reshape(-1), of.inner.reshape(-1)
+    known, terms, before = g.reshape(-1), losses.reshape(-1), room.reshape(-1)
+    mine = extent(by_units, units, samples, first, last)
     for t in range(gates.shape[0] - 1, -1, -1):
-        before[:] = 0
-        for b in range(first, last):
-            row, u, to = (t * samples + b) * size, (t * samples + b) * width, (b - first) * wide
-            for j in range(0, size, LANES):
-                left, at = size - j, row + j
-                x = load(known, b * size + j, left)
-                if losses.shape[0]:
-                    x = x + load(terms, at, left)
-                for k in range(u + j, u + width, size):
-                    store(s, k, x * load(s, k, left), left)
-                if keep.shape[0]:
-                    store(before, to + j, x * load(kept, at, left), left)
-                    store(s_n, at, x * load(s_n, at, left), left)
-        to = (t * samples + first) * width
-        product(s, to, width, 1, last - first, hidden, wide, before, wide)
-        for b in range(last - first):
-            g[first + b] = before[b * wide : b * wide + size]
-        if starts.shape[0]:
-            leave(starts[t], g, to_entry, first, last)
+        for part in range(mine[0], mine[1]):
+            left, right = units[part], units[part + 1]
+            room[part, mine[2] : mine[3]] = 0
+            for b in range(mine[2], mine[3]):
+                row, to = (t * samples + b) * size, (part * samples + b) * room.shape[2] - left
+                for j in range(left, right, LANES):
+                    rest, at, v, of_h = right - j, row + j, row // size * width + j, b * state + j
+                    x = load(known, of_h, rest)
+                    if losses.shape[0]:
+                        x = x + load(terms, at, rest)
+                    if state == size:
+                        for k in range(v, v - j + width, size):
+                            store(s, k, x * load(s, k, rest), rest)
+                        if keep.shape[0]:
+                            store(before, to + j, x * load(kept, at, rest), rest)
+                            store(inner, at, x * load(inner, at, rest), rest)
+                    else:
+                        d = load(known, of_h + size, rest) + x * load(inner, at, rest)
+                        store(known, of_h + size, d * load(kept, at, rest), rest)
+                        i, f, n, o = load_four(s, v, size, rest)
+                        store_four(s, v, size, rest, d * i, d * f, d * n, x * o)
+        if by_units:
+            meet(meeting, gates.shape[0] - t)
+        for part in range(mine[0], mine[1]):
+            low, many, left = mine[2], mine[3] - mine[2], units[part]
+            count, at = units[part + 1] - left, (t * samples + low) * width
+            own, wide = room[part, low : mine[3]].reshape(-1), room.shape[2]
+            product(s, at, width, 1, many, of.hidden[part], count, own, wide)
+            for b in range(many):
+                g[low + b, left : left + count] = own[b * wide : b * wide + count]
+        if of.starts.shape[0]:
+            leave(of.starts[t], g, of.to_entry, first, last)
 
 
 @compiled  # type: ignore[untyped-decorator]
-def sweep_lstm(of: SweepArrays, g: Reals, room: Reals, first: int, last: int) -> None:
-    """Sweep samples first … last − 1 of an LSTM.
-
-    ``g`` (B, 2 H), the gradient after the last step, is overwritten by that before step 0. ``room``
-    (B, W ≥ H) holds whole vectors.
-    """
-    gates, losses, hidden = of.gates, of.losses, of.hidden
-    starts, to_entry = of.starts, of.to_entry
-    samples, size, wide = g.shape[0], g.shape[1] // 2, room.shape[1]
-    s, f, e, known = gates.reshape(-1), of.keep.reshape(-1), of.inner.reshape(-1), g.reshape(-1)
-    terms, before = losses.reshape(-1), room[first:last].reshape(-1)
-    for t in range(gates.shape[0] - 1, -1, -1):
-        for b in range(first, last):
-            row, of_h = (t * samples + b) * size, 2 * b * size
-            of_c = of_h + size
-            for j in range(0, size, LANES):
-                left, at, v = size - j, row + j, 4 * row + j
-                x = load(known, of_h + j, left)
-                if losses.shape[0]:
-                    x = x + load(terms, at, left)
-                d = load(known, of_c + j, left) + x * load(e, at, left)
-                store(known, of_c + j, d * load(f, at, left), left)
-                store(s, v, d * load(s, v, left), left)
-                store(s, v + size, d * load(s, v + size, left), left)
-                store(s, v + 2 * size, d * load(s, v + 2 * size, left), left)
-                store(s, v + 3 * size, x * load(s, v + 3 * size, left), left)
-        before[:] = 0
-        at = (t * samples + first) * 4 * size
-        product(s, at, 4 * size, 1, last - first, hidden, wide, before, wide)
-        for b in range(last - first):
-            g[first + b, :size] = before[b * wide : b * wide + size]
-        if starts.shape[0]:
-            leave(starts[t], g, to_entry, first, last)
-
-
-@compiled  # type: ignore[untyped-decorator]
-def sweep_chunks(of: SweepArrays, after: Reals, room: Reals, first: int, last: int) -> None:
+def sweep_chunks(
+    of: SweepArrays, after: Reals, units: Counts, meeting: Counts, room: Reals, first: int,
+    last: int,
+) -> None:  # fmt: skip
     """Sweep chunks first … last − 1, each from the gradient ``after`` it (C, B, n).
 
-    ``room`` (B, W) has whole vectors.
+    ``units`` has one part, and ``room`` (1, B, W) whole vectors.
     """
     for c in range(first, last):
         own = SweepArrays(
             of.gates[c], of.keep[c], of.inner[c], of.losses[c], of.hidden, of.starts, of.to_entry
         )
-        if 2 * after.shape[2] == of.gates.shape[3]:  # four gates, and a state of two parts
-            sweep_lstm(own, after[c], room, 0, after.shape[1])
-        else:
-            sweep_state(own, after[c], room, 0, after.shape[1])
+        sweep(own, after[c], room, units, False, meeting, 0, after.shape[1])
 
 
 @compiled  # type: ignore[untyped-decorator]

@@ -159,6 +159,25 @@ def store(_: Any, array: Any, index: Any, value: Any, left: Any) -> Any:
     return types.void(array, types.intp, value, types.intp), code
 
 
+@inlined  # type: ignore[untyped-decorator]
+def load_four(array: Any, index: int, apart: int, left: int) -> tuple[Any, Any, Any, Any]:
+    """Return four vectors, ``apart`` from one another."""
+    first, second = load(array, index, left), load(array, index + apart, left)
+    third, fourth = load(array, index + 2 * apart, left), load(array, index + 3 * apart, left)
+    return first, second, third, fourth
+
+
+@inlined  # type: ignore[untyped-decorator]
+def store_four(
+    array: Any, index: int, apart: int, left: int, a: Any, b: Any, c: Any, d: Any
+) -> None:  # fmt: skip
+    """Write the first ``left`` numbers of four vectors, ``apart`` from one another."""
+    store(array, index, a, left)
+    store(array, index + apart, b, left)
+    store(array, index + 2 * apart, c, left)
+    store(array, index + 3 * apart, d, left)
+
+
 @intrinsic  # type: ignore[untyped-decorator]
 def spread(_: Any, array: Any, index: Any) -> Any:
     """Return a vector with the number at an index of a flat array in every lane."""

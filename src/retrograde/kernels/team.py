@@ -94,7 +94,7 @@ def ranges(count: int, threads: int) -> list[Range]:
     ``last`` is excluded. All lengths but the last are even. There are at most as many ranges as
     torch has threads, and as there are pairs of items.
     """
-    threads = min(threads, _crew.size or torch.get_num_threads(), count // 2)
+    threads = min(threads, team_size(), count // 2)
     if threads <= 1:
         return [(0, count)]
     bounds = [2 * round(i * count / threads / 2) for i in range(threads)] + [count]
@@ -106,40 +106,62 @@ def parts_for(count: int, work: int) -> list[Range]:
     return ranges(count, 1 + work // THREAD_WORK)
 
 
+def team_size() -> int:
+    """Return how many threads parallel loops have."""
+    return _crew.size or torch.get_num_threads()
+
+
 def share(loop: Callable[[int, int], None], parts: list[Range]) -> None:
     """Call ``loop(first, last)`` on every range, on the threads of the team.
 
     The loop must not hold Python's lock (numba's ``nogil``), or the threads take turns. If it
     raises an exception on a thread, that exception is raised here.
     """
-    run = _entry() if len(parts) > 1 and not _crew.size else None
-    if run is None:
-        for first, last in parts:
-            loop(first, last)
-        return
     left = iter(parts)  # no fixed shares, since the team may be smaller than asked
+
+    def part(_: int, __: int) -> None:
+        for first, last in left:
+            loop(first, last)
+
+    enter_team(part, len(parts))
+
+
+def enter_team(call: Callable[[int, int], None], threads: int) -> None:
+    """Let the threads of the team make a call each, with their number and that of all of them.
+
+    There are at most ``threads``. If a call raises an exception, that is raised here.
+    """
+    run = _entry() if threads > 1 and not _crew.size else None
+    if run is None:
+        call(0, 1)
+        return
+    start, number, members = run
     errors: list[BaseException] = []
 
-    def part(_: int) -> None:
+    def own(_: int) -> None:
         try:
-            for first, last in left:
-                loop(first, last)
+            call(number(), members())
         except BaseException as error:
             errors.append(error)  # an exception raised through C would be lost
 
-    run(_Part(part), None, len(parts), 0)
+    start(_Part(own), None, threads, 0)
     if errors:
         raise errors[0]
 
 
 @functools.cache
 def _entry() -> Any:
-    """Return ``GOMP_parallel`` of the OpenMP library that torch loaded, or None."""
+    """Return ``GOMP_parallel`` of the OpenMP library that torch loaded, and its inquiries.
+
+    These are a thread's number and that of all. Return None if there is no such library.
+    """
     folder = Path(torch.__file__).parent / "lib"
     names = sorted(str(path) for path in folder.glob("lib*omp*.so*"))
     for name in [*names, "libgomp.so.1"]:
         try:
-            return ctypes.CDLL(name).GOMP_parallel
+            library = ctypes.PyDLL(name)
+            start = ctypes.CDLL(name).GOMP_parallel
+            return start, library.omp_get_thread_num, library.omp_get_num_threads
         except (OSError, AttributeError):
             continue
     return None

@@ -1,9 +1,9 @@
 """Products of small matrices in numba, with the sums held in registers.
 
-A tile of sums has four rows and three vectors. As in BLAS libraries, it stays in registers until
-its sums are complete. This reaches nine tenths of the processor's peak, at sizes where the call of
-a BLAS function takes longer than its arithmetic. Every tile adds the terms of a sum in the same
-order, so a row's result does not depend on the rows beside it.
+A tile of sums has four or eight rows, and three vectors. As in BLAS libraries, it stays in
+registers until its sums are complete. This reaches nine tenths of the processor's peak, at sizes
+where the call of a BLAS function takes longer than its arithmetic. Every tile adds the terms of a
+sum in the same order, so a row's result does not depend on the rows beside it.
 """
 
 from collections.abc import Callable
@@ -30,6 +30,8 @@ from retrograde.kernels.lanes import (
 
 #: The columns of a panel.
 PANEL = 3 * LANES
+#: The most rows of a tile. Their sums fill most of 16 registers, or of 32 large ones.
+ROWS = 8 if LANES == 16 else 4
 
 _INDEX = ir.IntType(64)
 
@@ -49,14 +51,22 @@ def product(
     full = u.shape[2] - short if short else columns
     count = -(-full // PANEL)
     for p in range(count):
-        left = full - p * PANEL
-        for row in range(0, rows - 3, 4):
+        left, row = full - p * PANEL, 0
+        while row < rows - 1:
             at, to = start + row * to_row, row * width + p * PANEL
-            _in_panel(a, at, to_row, to_term, u, p, out, to, width, left, 4)
-    for row in range(0, rows - 3 if short else 0, 4):
+            if row <= rows - ROWS:
+                _in_panel(a, at, to_row, to_term, u, p, out, to, width, left, ROWS)
+                row += ROWS
+            elif row <= rows - 4:
+                _in_panel(a, at, to_row, to_term, u, p, out, to, width, left, 4)
+                row += 4
+            else:
+                _in_panel(a, at, to_row, to_term, u, p, out, to, width, left, 2)
+                row += 2
+    for row in range(0, rows - 1 if short else 0, 2):
         at, to = start + row * to_row, row * width + full
-        _tile(a, at, to_row, to_term, u, 0, out, to, width, short, 4, 0)
-    for row in range(rows - rows % 4, rows):
+        _tile(a, at, to_row, to_term, u, 0, out, to, width, short, 2, 0)
+    for row in range(rows - rows % 2, rows):
         at, to, p = start + row * to_row, row * width, 0
         if short:
             _tile(a, at, 0, to_term, u, 0, out, to + full, 0, short, 1, 0)
@@ -85,15 +95,20 @@ def dots(a: Reals, start: int, rows: int, w: Reals, width: int, out: Reals) -> N
     ``width`` long. ``w`` is a plain matrix (N, 1, R).
     """
     columns, terms = w.shape[0], w.shape[2]
-    four, eight = rows - rows % 4, columns - columns % 8
-    three = columns - columns % 3 if four else 0
+    even, eight = rows - rows % 2, columns - columns % 8
+    three = columns - columns % 3 if rows >= 4 else 0
     for j in range(0, three, 3):
-        for row in range(0, four, 4):
+        for row in range(0, rows - 3, 4):
             _dots(a, start + row * terms, w, j, out, row * width + j, width, 4, 3)
-    for j in range(three, columns if four else 0):
-        for row in range(0, four, 4):
+    for j in range(three, columns if rows >= 4 else 0):
+        for row in range(0, rows - 3, 4):
             _dots(a, start + row * terms, w, j, out, row * width + j, width, 4, 1)
-    for row in range(four, rows):
+    for row in range(rows - rows % 4, even, 2):
+        for j in range(0, columns - 3, 4):
+            _dots(a, start + row * terms, w, j, out, row * width + j, width, 2, 4)
+        for j in range(columns - columns % 4, columns):
+            _dots(a, start + row * terms, w, j, out, row * width + j, width, 2, 1)
+    for row in range(even, rows):
         for j in range(0, eight, 8):
             _dots(a, start + row * terms, w, j, out, row * width + j, width, 1, 8)
         for j in range(eight, columns):
@@ -114,19 +129,24 @@ def _in_panel(
         _tile(a, at, to_row, to_term, u, p, out, to, width, left, rows, 1)
 
 
-def panels(u: Tensor) -> Tensor:
-    """Return a copy of a matrix (R, N) in panels (P, R, PANEL), the last one padded with zeros.
+def panels(*matrices: Tensor) -> Tensor:
+    """Return copies of matrices (R, N) in panels (M, P, R, PANEL), padded with zeros.
 
-    A panel is contiguous, so it stays in the nearest cache while many rows are multiplied by it.
+    The matrices may be views, and N may differ. A panel is contiguous, so it stays in the nearest
+    cache while many rows are multiplied by it.
     """
-    (rows, columns), turned = u.shape, u.stride(1) > u.stride(0)
-    found = u.new_empty(-(-columns // PANEL), rows, PANEL)
-    given = (u.t() if turned else u).detach().contiguous()
-    for p, panel in enumerate(found.view(len(found), -1).numpy()):
-        first = p * PANEL
-        at = first * rows if turned else first
-        pack(given.view(-1).numpy(), at, given.shape[1], turned, rows, columns - first, panel)
-    return found
+    count, rows = -(-max(u.shape[1] for u in matrices) // PANEL), len(matrices[0])
+    found = matrices[0].new_empty(len(matrices), count, rows * PANEL)
+    for u, own in zip(matrices, found.numpy(), strict=True):
+        turned = u.stride(1) > u.stride(0)
+        given = (u.t() if turned else u).detach()
+        given = given if given.stride(1) == 1 else given.contiguous()
+        stride, columns = given.stride(0), u.shape[1]
+        flat = given.as_strided(((len(given) - 1) * stride + given.shape[1],), (1,)).numpy()
+        for p, panel in enumerate(own):
+            at = p * PANEL * (stride if turned else 1)
+            pack(flat, at, stride, turned, rows, columns - p * PANEL, panel)
+    return found.view(len(matrices), count, rows, PANEL)
 
 
 @compiled  # type: ignore[untyped-decorator]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from retrograde.kernels import BlockSweep, in_place, kernels
 from retrograde.kernels.cells import Block, Slopes, Weights, slopes
+from retrograde.kernels.meeting import parts_of_units
 from retrograde.kernels.products import add_outer, times
 from retrograde.kernels.sweep import safe_chunk
 from retrograde.recurrent.bytes import LAID_ROWS, LARGE, Means
@@ -52,7 +53,9 @@ class LayerBackward:
             self.use = self.use.resetting
         if chunk is not None and on_cpu:  # a GPU would have to be waited for
             self.chunk = safe_chunk(hidden, chunk)
-        small = batch > 1 and hidden.numel() <= LARGE  # there are samples to divide among threads
+        self.batch = batch
+        alone = parts_of_units(batch, weights.size, len(hidden) // weights.size) == 1
+        small = batch > 1 and hidden.numel() <= LARGE and alone  # threads share the samples
         loops = means == "loops" and chunk is None and self.use.backward is not None
         self.in_one_loop = small and loops
         self.loops: Backward | None = None
@@ -79,7 +82,7 @@ class LayerBackward:
             losses = None if dy is None else _laid(dy, g)
             g = self.use.scan(steps, weights.hidden, losses, g, self.chunk)
         else:
-            self.sweep = self.sweep or self.use.sweep_with(weights.hidden)
+            self.sweep = self.sweep or self.use.sweep_with(weights.hidden, self.batch)
             for part in self._parts(dy, samples=len(g)):
                 losses = None if dy is None else _laid(dy[part], g)
                 resets = () if anew is None else (anew.at(part),)

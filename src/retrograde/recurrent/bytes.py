@@ -14,6 +14,7 @@ from typing import Literal
 from retrograde.kernels import cpu_backward
 from retrograde.kernels.cells import GATES, Kind
 from retrograde.kernels.lanes import LANES
+from retrograde.kernels.meeting import parts_of_units
 from retrograde.kernels.products import room_of_outer, room_of_product
 from retrograde.kernels.tiles import PANEL
 from retrograde.plan.fit import Curve
@@ -175,7 +176,17 @@ class Layer:
     def loops(self) -> bool:
         """Whether one loop does the whole backward pass."""
         small = GATES[self.kind] * self.size * self.size <= LARGE
-        return self.back == "loops" and self.batch > 1 and small
+        return self.back == "loops" and self.batch > 1 and small and self._parts == 1
+
+    @property
+    def _parts(self) -> int:
+        """The parts of the units that threads share if there are few samples."""
+        return parts_of_units(self.batch, self.size, GATES[self.kind], self.threads)
+
+    @property
+    def _each(self) -> int:
+        """The most units of a part."""
+        return min(self.size, _whole(-(-self.size // self._parts)))
 
     @property
     def _lstm(self) -> bool:
@@ -202,9 +213,11 @@ class Layer:
             assert self.vendor is not None
             steps = -(-rows // self.batch)
             return -(-int(self.vendor(steps)) // self.item) if steps else 0
-        numbers = self.batch * _whole(gates) + gates + self._room(rows, self.width)
+        own = GATES[self.kind] * self._each
+        numbers = self._parts * self.batch * _whole(own) + gates + self._room(rows, self.width)
         if self.onward == "loops":
-            numbers += _whole(gates, PANEL) * self.size
+            numbers += self._parts * _whole(own, PANEL) * self.size
+            numbers += self._parts * own * self.size if self._parts > 1 else 0  # copied twice
         if not self.kind.startswith("RNN"):
             numbers += rows * gates
         return numbers
@@ -215,7 +228,8 @@ class Layer:
         if self.back in ("in place", "torch"):  # a wide sweep's table, its graph's random state
             return self.batch * _whole(size) + 16
         if not self.loops:
-            return gates * _whole(size, PANEL) + self.threads * self.batch * _whole(size)
+            numbers = self._parts * gates * _whole(self._each, PANEL)
+            return numbers + self.threads * self.batch * _whole(size)
         steps = max(1, rows // self.batch)
         parts = min(self.threads, max(1, self.batch // 2))
         each = ceil(self.batch / parts) + (parts > 1)

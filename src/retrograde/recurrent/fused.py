@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from retrograde.plan.fit import in_one_range
+from retrograde.recurrent.bytes import Means
 from retrograde.recurrent.core import HeldLayers
 from retrograde.recurrent.dropout import Dropout
 from retrograde.recurrent.plan import HeldPlan
@@ -81,14 +82,20 @@ def held_plan(net: Layers, steps: int, samples: int, *, scans: bool = False) -> 
 
 
 def run_held(
-    net: Layers, x: Tensor, state: Tensors, sizes: Tensor | None, *, scans: bool = False
-) -> tuple[Tensor, Tensors]:
+    net: Layers, x: Tensor, state: Tensors, sizes: Tensor | None, *, scans: bool = False,
+    lightly: bool = False,
+) -> tuple[Tensor, Tensors]:  # fmt: skip
     """Run held layers over all steps, and backpropagate by steps or by a scan.
 
-    This is a :data:`retrograde.recurrent.vendor.Kernel`.
+    This is a :data:`retrograde.recurrent.vendor.Kernel`. On a CPU it may take as little memory as
+    there is a way to.
     """
     rows, batch = Rows(len(x) if sizes is None else len(sizes), sizes), state[0].shape[1]
-    core = HeldLayers(net, rows, batch, held_plan(net, rows.length, batch, scans=scans))
+    plan = held_plan(net, rows.length, batch, scans=scans)
+    if lightly:
+        placed: Means = "in place"
+        plan = HeldPlan(batch, onward=placed, back=(placed,) * net.count)
+    core = HeldLayers(net, rows, batch, plan)
     if not torch.is_grad_enabled() and not net.both:
         (y,) = outputs = core.room(rows.read([x]))
         (after,) = core.advance(rows.read([x], outputs), 0, [rows.length], state, lambda *_: None)

@@ -1,0 +1,158 @@
+"""Threads that share the units of a layer, and meet at every step."""
+
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import retrograde as rg
+from oracles.networks import relative_error
+from retrograde.kernels import cpu, in_place, kernels, meeting, sweep, team
+from retrograde.kernels.cells import GATES, Slopes, Weights
+from retrograde.kernels.lanes import compiled
+from retrograde.kernels.meeting import bounds_of_units, meet, parts_of_units, together
+from retrograde.recurrent.forward import LayerForward, run_by_torch
+
+EVERY_CELL = pytest.mark.parametrize("kind", GATES)
+THREADS = pytest.mark.parametrize("threads", [2, 3])
+SIZES = pytest.mark.parametrize("size", [50, 64])
+SAMPLES = pytest.mark.parametrize("samples", [1, 2, 5])
+
+
+@pytest.fixture(autouse=True)
+def _every_layer_is_worth_it(monkeypatch):
+    monkeypatch.setattr(meeting, "_WORK", 1)
+    monkeypatch.setattr(team, "THREAD_WORK", 1)
+
+
+def counted(monkeypatch):
+    """Count the parts that threads take."""
+    taken, real = [], meeting.together
+    monkeypatch.setattr(meeting, "together", lambda loop, n: (taken.append(n), real(loop, n)))
+    return taken
+
+
+@EVERY_CELL
+@THREADS
+@SIZES
+@SAMPLES
+@pytest.mark.parametrize("lying", [False, True])
+@pytest.mark.quick(8)
+def test_a_forward_pass_has_the_bits_of_one_thread(
+    kind, threads, size, samples, lying, monkeypatch
+):
+    torch.manual_seed(size)
+    rows = GATES[kind] * size
+    given = [
+        torch.randn(shape) / size**0.5 for shape in ((rows, 9), (rows, size), (rows,), (rows,))
+    ]
+    weights, x = Weights(kind, *given), torch.randn(50, samples, 9)
+    state = [torch.randn(samples, size) for _ in range(1 + (kind == "LSTM"))]
+    use = in_place(x.dtype, size) if lying else kernels("cpu", x.dtype, size)
+    taken, found = counted(monkeypatch), []
+    for number in (1, threads):
+        monkeypatch.setattr(torch, "get_num_threads", lambda number=number: number)
+        after, y = [s.clone() for s in state], x.new_empty(50, samples, size)
+        LayerForward(use.forward, weights, 20 * samples)(x, after, y)
+        found.append([y, *after])
+    assert taken == [threads] * 3  # a time for each block of steps
+    assert all(map(torch.equal, *found))
+    expected, last = torch.empty_like(found[0][0]), [s.clone() for s in state]
+    run_by_torch(weights, x, last, expected)
+    for a, b in zip(found[0], (expected, *last), strict=True):
+        assert relative_error(a, b) <= 1e-5
+
+
+@EVERY_CELL
+@THREADS
+@SIZES
+@SAMPLES
+@pytest.mark.parametrize("losses", [True, False])
+@pytest.mark.quick(8)
+def test_a_sweep_has_the_bits_of_one_thread(kind, threads, size, samples, losses, monkeypatch):
+    torch.manual_seed(size)
+    gates, shape = GATES[kind], (40, samples, size)
+    inner = torch.rand(shape) if gates > 1 else None
+    steps = Slopes(
+        torch.rand(40, samples, gates, size), inner, None if inner is None else inner / 2
+    )
+    hidden, dy = torch.randn(gates * size, size) / size, torch.randn(shape) if losses else None
+    g = torch.randn(samples, size * (1 + (gates == 4)))
+    taken, found = counted(monkeypatch), []
+    for number in (1, threads):
+        monkeypatch.setattr(torch, "get_num_threads", lambda number=number: number)
+        own = steps.map(torch.clone)
+        found.append([cpu.sweep(own, hidden, dy, g), own.gates])
+    assert taken == [threads]
+    assert all(map(torch.equal, *found))
+    own = steps.map(torch.clone)
+    for a, b in zip(found[0], (sweep.sweep(own, hidden, dy, g), own.gates), strict=True):
+        assert relative_error(a, b) <= 1e-5
+
+
+@EVERY_CELL
+@SAMPLES
+def test_samples_that_begin_anew_are_shared_instead(kind, samples, monkeypatch):
+    """The weights lie in parts, of which each thread takes all."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    torch.manual_seed(samples)
+    options = {"nonlinearity": kind[4:].lower()} if "_" in kind else {}
+    ours = getattr(rg, kind.split("_")[0])(5, 64, memory="100%", **options)
+    x = torch.randn(40, samples, 5, requires_grad=True)
+    starts = torch.rand(40, samples) < 0.2
+    taken, found = counted(monkeypatch), []
+    for work in (1, 10**12):
+        monkeypatch.setattr(meeting, "_WORK", work)
+        y, _ = ours(x, reset=starts)
+        found.append((y.detach(), *torch.autograd.grad(y.sum(), (x, *ours.parameters()))))
+    assert not taken
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_parts_are_whole_vectors_and_cover_all_units(monkeypatch):
+    monkeypatch.setattr(meeting, "_WORK", 2**16)
+    for size in (1, 16, 33, 250, 1024):
+        for threads in (1, 2, 5, 64):
+            parts = parts_of_units(2, size, 4, threads)
+            assert 1 <= parts <= threads
+            bounds = bounds_of_units(size, parts)
+            assert bounds[0] == 0
+            assert bounds[-1] == size
+            assert (np.diff(bounds) > 0).all()
+            assert (bounds[:-1] % meeting.LANES == 0).all()
+    assert parts_of_units(1, 16, 1, 64) == 1  # nothing to share
+    assert parts_of_units(16, 1024, 4, 64) == 1  # samples enough
+
+
+@compiled
+def come(counts, rounds):
+    for number in range(rounds):
+        meet(counts, number + 1)
+
+
+def test_a_smaller_team_does_all_parts(monkeypatch):
+    monkeypatch.setattr(team, "_entry", lambda: None)
+    seen = []
+    together(lambda meeting, first, last: seen.append((meeting[1], first, last)), 3)
+    assert seen == [(1, 0, 3)]
+
+
+@pytest.mark.skipif(team._entry() is None, reason="torch's team of threads is not reached")
+def test_nobody_waits_for_a_thread_that_fails(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+
+    def loop(meeting, first, last):
+        if first:
+            raise MemoryError("in a thread")
+        come(meeting, 1000)
+
+    def call():
+        with pytest.raises(MemoryError):
+            together(loop, 2)
+
+    waiting = threading.Thread(target=call, daemon=True)
+    waiting.start()
+    waiting.join(60)
+    assert not waiting.is_alive()
