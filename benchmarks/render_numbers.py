@@ -99,7 +99,8 @@ def recurrent_grid() -> str:
     return (
         table(head, rows)
         + f"\nGiven the bytes of each number of segments, ours is slower in {len(behind)} of "
-        f"{compared} comparisons: {'; '.join(behind)}. {source('recurrent_grid_cpu')}\n"
+        f"{compared} comparisons{': ' * bool(behind)}{'; '.join(behind)}. "
+        f"{source('recurrent_grid_cpu')}\n"
     )
 
 

@@ -34,13 +34,14 @@ def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 110
 
 
-def test_readme_says_where_checkpointing_is_better():
-    better = [
-        row["network"]
-        for row in numbers.results("front_page_cpu")["rows"]
-        if row["checkpoint"]
-        and all(row["checkpoint"][key] < row["ours"][key] for key in ("ms", "total_bytes"))
-    ]
+def test_readme_says_where_checkpointing_takes_less_memory():
+    rows = [row for row in numbers.results("front_page_cpu")["rows"] if row["checkpoint"]]
+    lighter = {
+        r["network"] for r in rows if r["checkpoint"]["total_bytes"] < r["ours"]["total_bytes"]
+    }
+    faster = {r["network"] for r in rows if r["checkpoint"]["ms"] < r["ours"]["ms"]}
+    assert not lighter & faster
     last = numbers.front_page().split("\n\n")[0].splitlines()[-1]
-    assert [last.split(" | ")[0]] == [f"| {name}" for name in better]
-    assert "is better in time and in memory (last row below)" in (ROOT / "README.md").read_text()
+    assert last.split(" | ")[0].removeprefix("| ") in lighter
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert "takes less memory in total, and more time (last row below)" in text

@@ -17,12 +17,17 @@ if TYPE_CHECKING:
 
 
 def processor_name() -> str:
-    """Return the processor's name as Linux gives it, or what Python knows; never empty."""
+    """Return the processor's name as Linux gives it, or what Python knows; never empty.
+
+    One name may be that of several makes. So vectors of 512 bits, if there are any, are added.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         lines = []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    if names and any("avx512f" in line.split() for line in lines if line.startswith("flags")):
+        return f"{names[0]} with AVX-512"
     return names[0] if names else platform.processor() or platform.machine() or "unknown"
 
 

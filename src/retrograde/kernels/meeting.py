@@ -23,7 +23,7 @@ Counts = NDArray[np.int64]
 
 #: The samples of a batch from which on threads share them: with few weights, and with many.
 MANY_SAMPLES = 8, 16
-_LARGE = 2**18
+_LARGE = 2**21
 #: Of loops that nobody meets.
 NOBODY = np.zeros(3, np.int64)
 _WORK = 2**17  # the multiplications of a thread between two meetings
