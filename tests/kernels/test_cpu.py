@@ -90,6 +90,24 @@ def test_a_sample_does_not_depend_on_the_batch(kind):
         assert torch.equal(alone, whole[:, one])
 
 
+@EVERY_CELL
+@pytest.mark.parametrize("length", [9, 200])
+def test_biases_may_lie_apart(kind, length):
+    """Their numbers are not neighbours, as those of a column of a matrix."""
+    layer = Layer(kind, (length, 2, 3, 7), torch.float32)
+    expected, _ = run(layer.weights, layer.x, layer.state)
+    w = layer.weights
+    apart = [torch.stack([b, b + 9], 1)[:, 0] for b in (w.bias_inputs, w.bias_hidden)]
+    for strided in ([apart[0], None], [None, apart[1]], apart):
+        given = Weights(kind, w.inputs, w.hidden, *strided)
+        straight = [None if b is None else b.contiguous() for b in strided]
+        found, _ = run(given, layer.x, layer.state)
+        assert torch.equal(
+            found, run(Weights(kind, w.inputs, w.hidden, *straight), layer.x, layer.state)[0]
+        )
+    assert torch.equal(found, expected)
+
+
 def test_what_an_lstm_keeps_are_its_gates_and_its_cells_before_each_step():
     layer = Layer("LSTM", (50, 3, 5, 7), torch.float64)
     outputs, after, _ = layer.block()

@@ -17,7 +17,7 @@ from retrograde.kernels import cpu_slopes, cpu_sweep
 from retrograde.kernels import sweep as reference
 from retrograde.kernels.cells import Resets, Slopes
 from retrograde.kernels.meeting import NOBODY, bounds_of_units, parts_of_units, share_or_meet
-from retrograde.kernels.team import Range, parts_for, share
+from retrograde.kernels.team import parts_for, share, share_with_room
 from retrograde.kernels.tiles import panels, whole_vectors
 
 #: The work of one element of the slopes, in multiplications.
@@ -94,7 +94,7 @@ def scan(
     arrays = _arrays(chunks, panels(hidden), losses), after.numpy(), units, NOBODY
     parts = parts_for(len(chunks.gates), chunks.gates.numel() * size)
     room = g.new_empty(len(parts), 1, samples, int(whole_vectors(size)))
-    _share_with_room(cpu_sweep.sweep_chunks, arrays, parts, room)
+    share_with_room(functools.partial(cpu_sweep.sweep_chunks, *arrays), room, parts)
     return sweep(slopes.at(slice(0, rest)), hidden, None if dy is None else dy[:rest], before)
 
 
@@ -108,7 +108,8 @@ def products(chunks: Slopes, hidden: Tensor, losses: Tensor | None) -> Tensor:
     parts = parts_for(count, chunks.gates.numel() * size * n)
     numbers = cpu_sweep.room_for_products(size, n // size)
     arrays = _arrays(chunks, panels(hidden)[0], losses), rows.numpy()
-    _share_with_room(kernel, arrays, parts, hidden.new_empty(len(parts), numbers))
+    room = hidden.new_empty(len(parts), numbers)
+    share_with_room(functools.partial(kernel, *arrays), room, parts)
     return rows
 
 
@@ -148,15 +149,3 @@ def lstm_slopes(
     arrays += starts_of(resets, c)[:2]
     share(functools.partial(cpu_slopes.lstm_slopes, known, *arrays), parts_for(samples, work))
     return Slopes(gates.unflatten(-1, (4, size)), keep, inner)
-
-
-def _share_with_room(kernel: Any, arrays: Any, parts: list[Range], room: Tensor) -> None:
-    """Call a kernel on ranges, each of which has scratch memory of its own.
-
-    torch allocates that memory, so that measurements count it.
-    """
-
-    def loop(first: int, last: int) -> None:
-        kernel(*arrays, room[parts.index((first, last))].numpy(), first, last)
-
-    share(loop, parts)

@@ -44,7 +44,7 @@ class Forward:
         self.units = bounds_of_units(weights.size, parts)
         each = int(np.diff(self.units).max())
         hidden = panels_of_units(u, self.units) if self.in_panels else u.contiguous()[None, :, None]
-        self.fixed = u.new_empty(0) if own is None else own.detach(), hidden
+        self.fixed = u.new_empty(0) if own is None else own.detach().contiguous(), hidden
         self.sums = u.new_empty(parts, samples, int(whole_vectors(gates * each)))
         self.work = samples * len(u) * (weights.size + ELEMENT_WORK // 4)
 

@@ -71,6 +71,7 @@ def run(
     x, y, states, numbers = driven.reshape(-1), outputs.reshape(-1), h.reshape(-1), samples * size
     cells, cells_before, width = c.reshape(-1), before.reshape(-1), sums.shape[2]
     one, many, low, high = extent(by_units, units, samples, first, last)
+    # Weights as they lie are all in one part.
     u, weights, rows = sums[one, low:high].reshape(-1), hidden[one % len(hidden)], high - low
     for t in range(driven.shape[0]):
         if starts.shape[0]:

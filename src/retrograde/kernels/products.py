@@ -6,14 +6,13 @@ any number of threads. On other devices, and in other dtypes, they are torch's o
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from retrograde.kernels.lanes import LANES, Reals, compiled, load, store
-from retrograde.kernels.team import Range, ranges, share
+from retrograde.kernels.team import Range, ranges, share, share_with_room
 from retrograde.kernels.tiles import PANEL, dots, pack, product
 
 #: The rows from which on a product copies what it reads often, a few columns at a time.
@@ -39,10 +38,8 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, *, add: bool 
     elif len(x) >= MANY_ROWS:
         _multiply(x, w, bias, out, turned=True, add=add)
     else:
-        if bias is not None:
-            out.copy_(bias.detach())
-        elif not add:
-            out.zero_()
+        if not add:
+            out.copy_(out.new_zeros(()) if bias is None else bias.detach())
         rows, weights, (count, width) = _array(x).reshape(-1), _array(w.unsqueeze(1)), out.shape
         sums = out.numpy().reshape(-1)
 
@@ -67,7 +64,7 @@ def add_outer(g: Tensor, x: Tensor, total: Tensor) -> None:
         return
     parts = _parts(g.shape[1], g.numel() * x.shape[1])
     room = g.new_empty(len(parts), room_of_outer(len(g), g.shape[1], x.shape[1]))
-    _share(functools.partial(_add_outer, _array(g), _array(x), total.numpy()), room, parts)
+    share_with_room(functools.partial(_add_outer, _array(g), _array(x), total.numpy()), room, parts)
 
 
 def room_of_product(rows: int, terms: int, columns: int, *, turned: bool) -> int:
@@ -98,21 +95,12 @@ def _parts(count: int, work: int) -> list[Range]:
     return ranges(count, 1 + work // _THREAD_WORK)
 
 
-def _share(loop: Callable[..., None], room: Tensor, parts: list[Range]) -> None:
-    """Call a loop with scratch memory of its own for each part, which torch allocates."""
-
-    def own(first: int, last: int) -> None:
-        loop(room[parts.index((first, last))].numpy(), first, last)
-
-    share(own, parts)
-
-
 def _multiply(
     a: Tensor, u: Tensor, bias: Tensor | None, out: Tensor, *, turned: bool, add: bool
 ) -> None:
     """Write a @ u + bias, or add a @ u; threads share the rows of the result, or its panels."""
     (rows, columns), terms = out.shape, a.shape[1]
-    start = (out[0, :0] if bias is None else bias.detach()).numpy()
+    start = _array(out[0, :0] if bias is None else bias)
     loop = functools.partial(_product, _array(a), _array(u), turned, start, add, out.numpy())
     numbers = room_of_product(rows, terms, columns, turned=turned)
     wide = numbers > 0 and columns >= rows
@@ -124,7 +112,7 @@ def _multiply(
         else:
             loop(room, first, last, 0, columns)
 
-    _share(part, a.new_empty(len(parts), numbers), parts)
+    share_with_room(part, a.new_empty(len(parts), numbers), parts)
 
 
 @compiled  # type: ignore[untyped-decorator]

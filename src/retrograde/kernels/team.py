@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 try:
     from resource import RUSAGE_THREAD, getrusage
@@ -124,6 +125,18 @@ def share(loop: Callable[[int, int], None], parts: list[Range]) -> None:
             loop(first, last)
 
     enter_team(part, len(parts))
+
+
+def share_with_room(loop: Callable[..., None], room: Tensor, parts: list[Range]) -> None:
+    """Call ``loop(room, first, last)``, with scratch memory of its own for each range.
+
+    torch allocates that memory, so that measurements count it.
+    """
+
+    def own(first: int, last: int) -> None:
+        loop(room[parts.index((first, last))].numpy(), first, last)
+
+    share(own, parts)
 
 
 def enter_team(call: Callable[[int, int], None], threads: int) -> None:
