@@ -12,7 +12,8 @@ says so.
 - *grid*: rows of ``recurrent_grid.py``, within fractions of memory, beside cuDNN;
 - *backward*: the backward pass from the states alone, beside cuDNN, up to 300,000 steps; cuDNN
   takes at most 65,535;
-- *networks*: ten chains beside ``checkpoint_sequential`` and ``torch.compile`` with a budget.
+- *networks*: ten chains beside ``checkpoint_sequential`` and ``torch.compile`` with a budget;
+- *models*: whole models by the lean tape and within budgets, beside ``checkpoint``.
 """
 
 import argparse
@@ -21,12 +22,14 @@ import importlib.util
 import itertools
 import json
 import math
+import os
 import re
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import chain_networks
+import gpu_models
 import recurrent_grid
 import retrograde as rg
 import scan_backward
@@ -51,7 +55,9 @@ Row = dict[str, Any]
 
 # Seconds after which a section is stopped, in all less than ten minutes; it begins nothing new in
 # the last tenth of them.
-SECONDS = {"tests": 200, "budgets": 45, "grid": 100, "backward": 90, "networks": 150}
+SECONDS = {
+    "tests": 130, "budgets": 45, "grid": 90, "backward": 80, "networks": 140, "models": 90,
+}  # fmt: skip
 
 BUDGETS = [
     ("LSTM", 256, 64, 1000, "5%"),
@@ -266,6 +272,15 @@ def networks_of_layers(device: str, quick: bool, clock: Clock) -> Iterator[Row]:
         yield row
 
 
+def models(device: str, quick: bool, clock: Clock) -> Iterator[Row]:
+    """Whole models that call their layers themselves."""
+    for name in gpu_models.MODELS:
+        if clock.is_over():
+            yield {"name": name, "error": "not reached in time"}
+        else:
+            yield {"name": name} | told(partial(gpu_models.measured, name, device, quick))
+
+
 def built(name: str, device: str, quick: bool) -> tuple[nn.Sequential, Tensor, Tensor]:
     make, shape = NETWORKS[name]
     torch.manual_seed(0)
@@ -329,14 +344,13 @@ SECTIONS: dict[str, Callable[[str, bool, Clock], Iterator[Row]]] = {
     "grid": grid,
     "backward": backward,
     "networks": networks_of_layers,
+    "models": models,
 }
 
 
 def expected() -> dict[str, list[Row]]:
     """What counting tells of each row, for a card: nothing here is measured."""
-    return {
-        section: expected_of(section) for section in ("budgets", "grid", "backward", "networks")
-    }
+    return {section: expected_of(section) for section in SECTIONS if section != "tests"}
 
 
 def expected_of(section: str) -> list[Row]:
@@ -353,6 +367,8 @@ def expected_of(section: str) -> list[Row]:
             ]
         case "backward":
             return [counted_backward(case) for case in BACKWARD]
+        case "models":
+            return [{"name": name} for name in gpu_models.MODELS]
     return [counted_network(name) for name in NETWORKS]
 
 
@@ -424,9 +440,11 @@ def run_section(name: str, options: argparse.Namespace) -> list[Row]:
     command += ["--quick"] if options.quick else []
     seconds = SECONDS[name] * (10 if options.quick else 1)
     print(f"{name} …", flush=True)
+    # Without it torch's own products may have other bits each time.
+    env = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     try:
         run = subprocess.run(
-            command, stdout=subprocess.PIPE, text=True, timeout=seconds, check=False
+            command, stdout=subprocess.PIPE, text=True, timeout=seconds, check=False, env=env
         )
         rows = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
         ended = [] if run.returncode == 0 else [f"ended with {run.returncode}"]

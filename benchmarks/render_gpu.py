@@ -107,6 +107,21 @@ def networks(found: Row, counted: Row) -> list[str]:
     ]  # fmt: skip
 
 
+def models(found: Row, counted: Row) -> list[str]:
+    taken, held, same = (found.get(key, {}) for key in ("seconds", "bytes", "same_bits"))
+    usual = taken.get("ordinary")
+    first = f"{time(1e3 * usual)}, {size(held['ordinary'])}" if usual else found.get("error", "")
+
+    def beside(way: str) -> str:
+        if usual and way in taken:
+            told = ("" if same[way] else ", other bits") + ", over" * (way in found["over"])
+            return f"{taken[way] / usual:.2f}× in {held[way] / held['ordinary']:.0%}{told}"
+        least = found.get("refused", {}).get(way)
+        return f"refused: least {least / held['ordinary']:.0%}" if least else ""
+
+    return [first, *map(beside, ("lean", "50%", "20%", "checkpoint"))]
+
+
 TABLES: dict[str, tuple[list[str], Callable[[Row, Row], list[str]]]] = {
     "budgets": (
         ["layer", "budget", "requested ÷ budget (promised: ≤ 1)", "blocks ÷ requested",
@@ -130,6 +145,10 @@ TABLES: dict[str, tuple[list[str], Callable[[Row, Row], list[str]]]] = {
          "`torch.compile`, activation budget 0.5", "counted: GFLOP of an iteration",
          "counted: what layers hand on", "counted: FLOPs with one forward pass more ÷ without"],
         networks,
+    ),
+    "models": (
+        ["model", "ordinary", "`rg.lean`", "`rg.budget`, 50%", "20%", "`checkpoint` of blocks"],
+        models,
     ),
 }  # fmt: skip
 

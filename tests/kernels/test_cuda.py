@@ -405,7 +405,7 @@ def test_more_numbers_than_32_bits_count_on_a_gpu(way):
     shape = (length, samples, size)
     steps = Slopes(
         torch.rand(length, samples, 3, size, device=DEVICE) - 0.5,
-        torch.rand(shape, device=DEVICE),
+        1 - torch.rand(shape, device=DEVICE) / length,  # else nothing is left of the gradient
         torch.rand(shape, device=DEVICE),
     )
     assert steps.gates.numel() > 2**31

@@ -62,6 +62,19 @@ class Loop(nn.Module):
         return self.norm(h)
 
 
+class Chained(nn.Module):
+    """Layers in a loop."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 class Residual(nn.Module):
     """A block of a ResNet, its activation shared and in place."""
 
@@ -448,6 +461,37 @@ def test_autocast_around_some_of_the_blocks():
     ours, theirs = Mixed(), Mixed()
     rg.budget(ours, "30%", x)
     same(trained(ours, x), trained(theirs, x))
+
+
+def bfloat16_gradients(model, x):
+    model.zero_grad(set_to_none=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(x).float().square().mean()
+    loss.backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def test_the_casts_of_all_weights_are_not_held_at_once():
+    """Autocast remembers the cast of every weight until it ends, or takes four times the budget."""
+    blocks = (nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(12))
+    theirs, x = Chained(blocks), torch.randn(16, 256)
+    ours = copy.deepcopy(theirs)
+    with torch.autocast("cpu", torch.bfloat16):
+        division = rg.budget(ours, "25%", x)
+
+    same(bfloat16_gradients(ours, x), bfloat16_gradients(theirs, x))
+    ours.zero_grad(set_to_none=True)
+    found = rg.measure(lambda: bfloat16_gradients(ours, x)).working_bytes
+    assert found <= division.total_bytes + division.elsewhere_bytes + 2**14
+
+
+def test_gradients_of_a_weight_of_two_layers_are_added_in_its_type():
+    theirs = Chained(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(9))
+    theirs.layers[6][0].weight = theirs.layers[2][0].weight
+    ours, x = copy.deepcopy(theirs), torch.randn(512, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        rg.budget(ours, "60%", x)
+    same(bfloat16_gradients(ours, x), bfloat16_gradients(theirs, x))
 
 
 def test_a_parameter_that_changes_in_between_is_noticed():

@@ -326,9 +326,10 @@ def test_bad_input():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("memory", ["5%", "60%"])
+@pytest.mark.parametrize("memory", ["15%", "60%"])
 @pytest.mark.parametrize("size", [64, 256])
 def test_on_a_gpu(memory, size):
+    """The vendor's own memory is more than a tenth of ordinary backpropagation's here."""
     theirs, ours = pair(64, size, memory=memory, device="cuda")
     x = torch.randn(500, 16, 64, device="cuda", requires_grad=True)
     seed = torch.randn(500, 16, size, device="cuda")

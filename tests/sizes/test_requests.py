@@ -1,6 +1,8 @@
 """What is requested, allocated and reserved on CUDA, by a model of torch's caching allocator."""
 
 import random
+import time
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -9,7 +11,6 @@ from torch import nn
 import retrograde as rg
 from oracles.caching_allocator import MIB, CachingAllocator
 from retrograde.sizes import allocations
-from retrograde.sizes.requests import Event, requested, requests
 
 CPU = torch.device("cpu")
 HISTORIES = 60
@@ -39,57 +40,67 @@ def test_the_model_by_hand():
     assert (pool.reserved, pool.peaks[2]) == (32 * MIB, 34 * MIB)
 
 
-@pytest.mark.parametrize("history", ["no history", "with a history", "a history that is full"])
-def test_block_sizes_are_replaced_by_requests(history):
-    pool, draw, live, events, entries, asked = CachingAllocator(), random.Random(0), [], [], [], []
-    if history == "with a history":  # the same addresses, before the call
-        for k in range(0, 40 * MIB, 512):
-            entries.append({"action": "alloc", "addr": k, "size": 7})
-            entries.append({"action": "free_requested", "addr": k, "size": 7})
-    for time in range(400):
-        released = bool(live) and draw.random() < 0.5
-        block = live.pop(draw.randrange(len(live))) if released else None
-        block = block or pool.allocate(int(2 ** draw.uniform(0, 24)))
-        sign, action = (-1, "free_requested") if released else (1, "alloc")
-        entries.append({"action": action, "addr": block.address, "size": block.requested})
-        entries.append({"action": "segment_alloc", "addr": block.address, "size": 20 * MIB})
-        asked.append(sign * block.requested)
-        events.append(Event(sign * block.size, block.address, time, "cuda", 0))
-        pool.release(block) if released else live.append(block)
-    events.append(Event(100, entries[0]["addr"], 400, "cpu", None))
-    kept = len(entries) // 2 if history == "a history that is full" else len(entries)
-    found = requested(events, entries[-kept:])
-    assert found[-1] == events[-1]
-    sizes = [event.size for event in found[:-1]]
-    if history == "a history that is full":
-        assert sizes[200:] == asked[200:]
-        assert sizes[:200] == [event.size for event in events[:200]]
-    else:
-        assert sizes == asked
-    assert [event[1:] for event in found] == [event[1:] for event in events]
+class Cards:
+    """Two cards whose allocator keeps the history that a test writes."""
+
+    def __init__(self, patch, kept):
+        self.calls, self.traces, self.most = [], [[], []], 10**6
+        memory = torch.cuda.memory
+        patch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: kept, raising=False)
+        patch.setattr(memory, "_record_memory_history", lambda on, **_: self.calls.append(on))
+        patch.setattr(memory, "_snapshot", lambda: {"device_traces": self.traces})
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
+        patch.setattr(torch.cuda, "current_device", lambda: 1)
+        patch.setattr(allocations, "_synchronize", lambda device: None)
+        patch.setattr(torch, "empty", lambda n, *, dtype, device: self.note(int(device[-1]), n))
+
+    def note(self, card, size, action="alloc", address=512):
+        entry = {"action": action, "addr": address, "size": size, "time_us": time.time_ns() // 1000}
+        self.traces[card] = [*self.traces[card], entry][-self.most :]
+        time.sleep(2e-6)
 
 
 @pytest.mark.parametrize("kept", [False, True])
 def test_the_allocators_history_is_kept_as_long_as_it_is_wanted(monkeypatch, kept):
-    calls = []
-    history = torch.cuda.memory
-    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: kept, raising=False)
-    monkeypatch.setattr(history, "_record_memory_history", lambda on, **_: calls.append(on))
-    traces = [[], [{"action": "alloc", "addr": 512, "size": 3}]]
-    monkeypatch.setattr(history, "_snapshot", lambda: {"device_traces": traces})
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    """Only what the call asks for is counted, in bytes that it asks for, on the card that is asked
+    about. The user's own history goes on."""
+    cards = Cards(monkeypatch, kept)
+    cards.note(1, 7)
 
-    def fails():
-        with requests(torch.device("cuda", 1)) as as_requested:
-            assert as_requested([Event(512, 512, 0, "cuda", 1)]) == [Event(3, 512, 0, "cuda", 1)]
-            assert calls == ([] if kept else ["all"])
-            raise KeyboardInterrupt
+    def call():
+        assert cards.calls[-1:] == ([] if kept else ["all"])
+        cards.note(1, 1000)
+        cards.note(0, 64)
+        cards.note(1, 2 * MIB, "segment_alloc", 4096)
+        cards.note(1, 3, address=4096)
+        cards.note(1, 1000, "free_requested")
+        cards.note(1, 1000, "free_completed")
 
-    with pytest.raises(KeyboardInterrupt):
-        fails()
-    assert calls == ([] if kept else ["all", None])
-    with requests(CPU) as as_requested:
-        assert as_requested([Event(512, 0, 0, "cpu", None)])[0].size == 512
+    found = rg.measure(call)
+    assert cards.calls[-2:] == ([] if kept else ["all", None])
+    assert found.held.tolist() == [1000, 1003, 3]
+    assert (found.peak_bytes, found.retained_bytes, found.working_bytes) == (1003, 3, 1000)
+    assert rg.measure(call, device="cuda:0").peak_bytes == 64
+    with pytest.raises(ZeroDivisionError):
+        rg.measure(lambda: 1 / 0)
+    assert cards.calls[-1:] == ([] if kept else [None])
+
+
+def test_a_history_shorter_than_the_call_is_no_measurement(monkeypatch):
+    cards = Cards(monkeypatch, True)
+    cards.most = 3
+    assert rg.measure(lambda: [cards.note(1, 8) for _ in range(2)]).peak_bytes == 16
+    with pytest.raises(RuntimeError, match="raise its max_entries"):
+        rg.measure(lambda: [cards.note(1, 8) for _ in range(3)])
+
+
+def test_a_call_that_is_the_first_to_use_cuda_is_no_measurement(monkeypatch):
+    def call():
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+    with pytest.raises(RuntimeError, match="first to use CUDA"):
+        rg.measure(call)
 
 
 def layers():
@@ -171,7 +182,9 @@ def test_a_budget_on_cuda_is_one_of_requested_bytes(name, memory):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_requested_bytes_are_counted_on_a_gpu():
+@pytest.mark.quick(0, every=2)
+@pytest.mark.parametrize("profile", [nullcontext, torch.profiler.profile])
+def test_requested_bytes_are_counted_on_a_gpu(profile):
     draw, held = random.Random(0), []
     for _ in range(100):  # a cache with a history
         held.append(torch.empty(int(2 ** draw.uniform(4, 25)), dtype=torch.uint8, device="cuda"))
@@ -182,9 +195,16 @@ def test_requested_bytes_are_counted_on_a_gpu():
     def call():
         return [torch.empty(n, dtype=torch.uint8, device="cuda") for n in (1, 5 * MIB + 1, 513)]
 
-    first = torch.cuda.memory_stats()["requested_bytes.all.current"]
-    torch.cuda.reset_peak_memory_stats()
-    found = rg.measure(call)
-    peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - first
-    assert found.peak_bytes == found.retained_bytes == peak == 5 * MIB + 515
-    assert found.working_bytes == 0
+    with profile():
+        first = torch.cuda.memory_stats()["requested_bytes.all.current"]
+        torch.cuda.reset_peak_memory_stats()
+        found = rg.measure(call)
+        peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - first
+        assert found.peak_bytes == found.retained_bytes == peak == 5 * MIB + 515
+        assert found.working_bytes == 0
+        held.clear()
+        phases = [lambda: held.append(call()), held.clear, lambda: call() and None]
+        phases = allocations.measure_phases(phases, device="cuda")
+        asked = 5 * MIB + 515
+        growths = [(phase.peak(), phase.growth()) for phase in phases]
+        assert growths == [(asked, asked), (0, -asked), (asked, 0)]

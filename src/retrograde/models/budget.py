@@ -196,10 +196,7 @@ def _check(model: nn.Module, sample: Any) -> None:
 
 
 def _watched(
-    model: nn.Module,
-    sample: Any,
-    order: CallOrder,
-    refused: dict[str, str],
+    model: nn.Module, sample: Any, order: CallOrder, refused: dict[str, str]
 ) -> tuple[list[Watched], int, int]:
     """Run the model on the sample. Return its parts with their calls and sizes, and the bytes that
     the rest of it holds. The last result is those of parts for which a budget would gain nothing.

@@ -18,22 +18,8 @@ from torch.nn.parameter import is_lazy
 from retrograde.errors import BudgetError, CellError
 from retrograde.machine import now
 from retrograde.models.given import Given, tensors_in
-from retrograde.models.refill import (
-    DROPPED,
-    DROPPED_LEAN,
-    KEPT,
-    LEAN,
-    Row,
-    Unit,
-)
-from retrograde.models.trials import (
-    enter,
-    make_of,
-    parts_of,
-    tensors_of,
-    texts_of,
-    wants_of,
-)
+from retrograde.models.refill import DROPPED, DROPPED_LEAN, KEPT, LEAN, Row, Unit
+from retrograde.models.trials import enter, make_of, parts_of, tensors_of, texts_of, wants_of
 from retrograde.plan.calls import CallSizes, Part, Way, fastest, kept_whole, least, peak_of
 from retrograde.replay.surroundings import Steady, muted_hooks
 from retrograde.run.core import unrecorded
@@ -190,6 +176,7 @@ class Known:
         sizes: of these.
         plans: by budget.
         still: the generators that no unit draws from, where they are checked once over all.
+        tied: the weights that several layers have.
     """
 
     active: Sequence[int] = ()
@@ -197,6 +184,7 @@ class Known:
     sizes: list[CallSizes] = field(default_factory=list)
     plans: dict[int, tuple[Part, ...]] = field(default_factory=dict)
     still: Steady = field(default_factory=Steady)
+    tied: frozenset[Tensor] = frozenset()
 
     def add(self, unit: Unit, found: CallSizes, *, last: bool) -> None:
         """Add the next call. What it hands on of what the call before made is held throughout. A

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError
 from retrograde.models.call_sizes import Known, Plans
-from retrograde.models.given import Given, made_by, tensors_in
+from retrograde.models.given import Given, made_by, tensors_in, tied
 from retrograde.models.refill import Row
 from retrograde.models.trials import Tried, try_call
 from retrograde.plan.calls import CallSizes, Part, Way, kept_whole, peak_of, seconds_of
@@ -133,7 +133,7 @@ class ChainPlans(Plans):
         plan = kind.plan(as_bytes(memory, kind.ordinary_bytes))
         if plan == kept_whole(kind.sizes):
             return None
-        row, before, value, made = Row(plan), None, input, list[Tensor | None]()
+        row, before, value, made = Row(plan, kind.tied), None, input, list[Tensor | None]()
         still, dropped = kind.still.marks(), []
         for number, unit in enumerate(kind.units):
             given = Given((value,))
@@ -207,7 +207,7 @@ def measured(layers: Layers, input: Any, plans: Plans, repeats: int | None = Non
         CellError: a layer cannot be run exactly; the message names it.
     """
     together = -(-len(layers) // _MOST_UNITS)
-    kind, made, value = Known(), None, _alone(input, None)
+    kind, made, value = Known(tied=tied([layer] for _, layer in layers)), None, _alone(input, None)
     tried = _try(layers[:1], value)
     if tried.writes:
         raise CellError(_WRITES.format(layers[0][0], "the chain's input"))

@@ -1,10 +1,11 @@
 """The arguments of a call, and the tensors in these and in results."""
 
-from collections.abc import Hashable, Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from retrograde.sizes.cache import signature
@@ -48,6 +49,12 @@ class Given:
                     "numbers; of a language model, call it with use_cache=False"
                 )
         return None
+
+
+def tied(layers: Iterable[Iterable[nn.Module]]) -> frozenset[Tensor]:
+    """Return the weights that several layers, each of some modules, have."""
+    users = Counter(p for one in layers for p in {p for module in one for p in module.parameters()})
+    return frozenset(p for p, count in users.items() if count > 1)
 
 
 def unflatten(leaves: Sequence[Any], spec: pytree.TreeSpec | None) -> tuple[Any, Any]:

@@ -13,14 +13,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from retrograde.models.cheap import (
-    ATTRIBUTE,
-    CHEAP,
-    KEEP_RESULT,
-    LIST,
-    RESULT,
-    Operation,
-)
+from retrograde.models.cheap import ATTRIBUTE, CHEAP, KEEP_RESULT, LIST, RESULT, Operation
 
 #: What starting an operation costs, in bytes written.
 START_BYTES = 64 * 1024

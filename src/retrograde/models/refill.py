@@ -11,7 +11,7 @@ Calls in a row, each given the result of the one before it, may drop their input
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -94,13 +94,7 @@ class Dropped:
     """
 
     def __init__(
-        self,
-        unit: Unit,
-        given: Given,
-        *,
-        lean: bool,
-        row: "Row | None" = None,
-        number: int = 0,
+        self, unit: Unit, given: Given, *, lean: bool, row: "Row | None" = None, number: int = 0
     ) -> None:
         self.unit, self.lean, self.row, self.number = unit, lean, row, number
         self.autocast = autocast_as_now(unit.ambient.device)
@@ -295,20 +289,21 @@ class _Argument:
         return leaf.detach().requires_grad_(self.wanted)
 
 
+@dataclass(eq=False)
 class Row:
     """Calls in a row within one pass of a model.
 
-    Args:
+    Attributes:
         parts: the plan.
+        tied: the weights that several layers have.
         late: makes the plan when the pass goes back, of a row whose calls are all one group.
     """
 
-    def __init__(
-        self, parts: tuple[Part, ...], late: Callable[[], tuple[Part, ...]] | None = None
-    ) -> None:
-        self.parts, self.late = parts, late
-        self.calls: dict[int, ref[Dropped]] = {}
-        self.opened: list[Part] | None = None
+    parts: tuple[Part, ...]
+    tied: frozenset[Tensor] = frozenset()
+    late: Callable[[], tuple[Part, ...]] | None = None
+    calls: "dict[int, ref[Dropped]]" = field(default_factory=dict)
+    opened: list[Part] | None = None
 
     def run(
         self, number: int, unit: Unit, forward: Callable[..., Any], given: Given,
@@ -318,17 +313,23 @@ class Row:
 
         ``made`` are the tensors that the call ``before`` made, each in its place in that result.
         The input is let go unless a part begins with the call.
+
+        Autocast's cache would hold the casts of all weights until autocast ends. That of a tied
+        weight stays: ordinary autograd adds its gradients in the type of the cast.
         """
         grouped = self.late is not None or bool(self._part(self.parts, number).parts)
         way = DROPPED if grouped else self._part(self.parts, number).way
+        apart = self.tied.isdisjoint(unit.reads)
+        casts = autocast_as_now(unit.ambient.device) if apart else nullcontext()
         if way in (KEPT, LEAN):
-            with lean_pass() if way == LEAN else nullcontext():
+            with casts, lean_pass() if way == LEAN else nullcontext():
                 return forward(*given.args, **given.kwargs), None
         call = Dropped(
             unit, given,
             lean=way == DROPPED_LEAN, row=self if grouped else None, number=number,
         )  # fmt: skip
-        result = call.run(forward, given)
+        with casts:
+            result = call.run(forward, given)
         if grouped:
             call.before = before
             self.calls[number] = ref(call)

@@ -29,7 +29,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from retrograde.errors import CellError
 from retrograde.machine import MEASURING
 from retrograde.models.call_sizes import Known, Plans
-from retrograde.models.given import Given, made_by, tensors_in
+from retrograde.models.given import Given, made_by, tensors_in, tied
 from retrograde.models.refill import Dropped, Row
 from retrograde.models.trials import try_call
 from retrograde.plan.calls import kept_whole
@@ -108,7 +108,7 @@ class CalledRow:
             self.layers.append([module for _, module in calls[start:stop]])
             self.slots.append(slots[start])
             self.parts += [(k, part) for part in range(stop - start)]
-        self.plans = Plans()
+        self.plans, self.tied = Plans(), tied(self.layers)
         self.seen: list[Known] | None = None  # of all passes, during the run on a sample
 
     def install(self) -> None:
@@ -187,15 +187,16 @@ class CalledRow:
 
     def _begin(self, active: list[int], given: Given) -> _Pass:
         layers = [layer for one in self.layers for layer in one]
-        kind = self.plans.kind_of(layers, given, lambda: Known(active), fractions=False)
+        unknown = partial(Known, active, tied=self.tied)
+        kind = self.plans.kind_of(layers, given, unknown, fractions=False)
         if kind is None:
-            return _Pass(self, Known(active), None)
+            return _Pass(self, unknown(), None)
         if self.seen is not None:
             self.seen.append(kind)
         if self.seen is not None or not kind.is_measured:
-            return _Pass(self, kind, Row((), partial(kind.late_plan, self.memory)))
+            return _Pass(self, kind, Row((), kind.tied, partial(kind.late_plan, self.memory)))
         plan = kind.plan(self.memory)
-        return _Pass(self, kind, None if plan == kept_whole(kind.sizes) else Row(plan))
+        return _Pass(self, kind, None if plan == kept_whole(kind.sizes) else Row(plan, kind.tied))
 
     def _measure(
         self, kind: Known, at: int, given: Given, made: Sequence[Tensor | None] | None

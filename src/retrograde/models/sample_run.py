@@ -25,13 +25,7 @@ from retrograde.errors import BudgetError, CellError
 from retrograde.models.call_order import CallOrder, Layers, ModuleCall, noted
 from retrograde.models.call_sizes import Known
 from retrograde.models.given import tensors_in
-from retrograde.models.replace_modules import (
-    Budgeted,
-    Swappable,
-    replace_module,
-    twin,
-    wrapped,
-)
+from retrograde.models.replace_modules import Budgeted, Swappable, replace_module, twin, wrapped
 from retrograde.models.rows import CalledRow, release
 from retrograde.recurrent.weights import last_weights
 from retrograde.replay.generators import sources

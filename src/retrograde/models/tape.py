@@ -130,10 +130,8 @@ class LeanTape(TorchFunctionMode):
         if dtype is not tensor.dtype or torch._C._current_graph_task_id() != self._task:
             self.kept += storage.nbytes() if box is None else 0
             return Versioned(tensor.detach(), version)
-        if tensor.is_cuda:
-            stream = torch.cuda.current_stream(tensor.device)
-            if stream != torch.cuda.default_stream(tensor.device):
-                return tensor.detach(), version  # a recipe would need another stream
+        if tensor.is_cuda and torch._C._cuda_getCurrentRawStream(tensor.get_device()):
+            return tensor.detach(), version  # not the default stream, which a recipe would need
         if box is not None and box.version != version:
             box.overwritten, box = True, None
         if box is None:

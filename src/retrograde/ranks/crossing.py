@@ -103,7 +103,7 @@ class Crossing:
             if self.peers.rank:
                 before = unflat(self.peers.receive(flat(before), self.peers.rank - 1), before)
             elif states:
-                before = tuple(s[j].detach() for s in states)
+                before = tuple(s[j].detach().contiguous() for s in states)  # cuDNN insists on it
             yield part, before
 
     def _run_piece(self, x: Tensor, before: State, wanted: bool) -> Piece:

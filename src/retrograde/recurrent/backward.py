@@ -15,7 +15,7 @@ from torch import Tensor
 from retrograde.kernels import BlockSweep, in_place, kernels
 from retrograde.kernels.cells import Block, Slopes, Weights, slopes
 from retrograde.kernels.meeting import parts_of_units
-from retrograde.kernels.products import add_outer, times
+from retrograde.kernels.products import add_outer, sum_of_rows, times
 from retrograde.kernels.sweep import safe_chunk
 from retrograde.recurrent.bytes import LAID_ROWS, LARGE, Means
 
@@ -132,14 +132,14 @@ class LayerBackward:
         gates = steps.gates.flatten(0, 1)
         flat = gates.flatten(-2)
         biased = "bias_hidden" in self.totals
-        total = flat.sum(0) if biased else None
+        total = sum_of_rows(flat) if biased else None
         if total is not None:
             self.totals["bias_hidden"] += total
         self._add("hidden", flat, block.before.flatten(0, 1))
         if self.weights.kind == "GRU":  # the input weights' part of the third gate
             assert steps.inner is not None
             gates[:, 2].copy_(steps.inner.flatten(0, 1))
-            total = flat.sum(0) if biased else None
+            total = sum_of_rows(flat) if biased else None
         if total is not None:
             self.totals["bias_inputs"] += total
         self._add("inputs", flat, block.x.flatten(0, 1))

@@ -146,7 +146,7 @@ class Layer:
         if self.back == "torch":
             steps = (10 if lstm else 3) * self.batch * size  # of the sweep, step by step
             slopes = 2 if self.kind.startswith("RNN") else 9  # for each unit and row
-            numbers += slopes * rows * size + 2 * gates + steps
+            numbers += slopes * rows * size + 2 * gates + rows + steps
         elif self.loops:
             again = lstm and not kept
             numbers += 5 * rows * size + self._room(rows, width, size) if again else 0

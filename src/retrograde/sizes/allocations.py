@@ -1,14 +1,12 @@
 """Measure a call: its seconds, and every byte that torch's allocators hand out.
 
-The bytes come from the memory events of torch's own profiler: every allocation and release of the
-CPU and CUDA allocators, those inside kernels included. Nothing is sampled, so the peak is exact.
+Every allocation and release is counted, those inside kernels included. Nothing is sampled, so the
+peak is exact. On CUDA the bytes are the requests in the allocator's own history, of all threads
+(:mod:`retrograde.sizes.requests`). Elsewhere they are the memory events of torch's profiler.
 
-Only the calling thread is seen. The process has one such profiler, so threads take turns. If the
+That sees the calling thread only. The process has one such profiler, so threads take turns. If the
 user already runs it, torch's older profiler serves, on a thread of its own, since the two do not
 nest. It gives sizes without addresses, so releases are matched to blocks by size (:func:`_paired`).
-
-On CUDA a block counts as the bytes that were requested (:mod:`retrograde.sizes.requests`), beside
-the user's profiler as the bytes of the block.
 
 Known limits: it does not see Python objects, memory that an allocator caches, and memory that a
 library takes from the operating system. A test compares the figures with the resident set.
@@ -97,6 +95,11 @@ def measure(fn: Callable[[], T], *, device: str | torch.device | None = None) ->
     """
     asked = _in_use() if device is None else torch.device(device)
     value, start_ns, stop_ns, events = _observe(fn, asked, oldest=False)
+    if device is None and asked != _in_use():
+        raise RuntimeError(
+            "the measured call was the first to use CUDA, so its bytes there were not seen: name "
+            'the device (device="cuda"), or use CUDA before'
+        )
     counted = _busiest(events) if device is None else asked
     events = [event for event in events if _is_on(event, counted)]
     sizes = np.array([event.size for event in events], np.int64)
@@ -154,7 +157,7 @@ def measure_phases(
 
     def call() -> None:
         for phase in phases:
-            torch.empty(_MARK, dtype=torch.uint8, device="cpu")  # marks where a phase begins
+            torch.empty(_MARK, dtype=torch.uint8, device=device)  # marks where a phase begins
             phase()
 
     *_, events = _observe(call, device, oldest=True)
@@ -162,9 +165,11 @@ def measure_phases(
     numbers: list[int] = []
     number = -1
     for event in events:
+        if not _is_on(event, device):
+            continue
         if abs(event.size) == _MARK:
             number += event.size > 0
-        elif number >= 0 and _is_on(event, device):
+        elif number >= 0:
             ours.append(event)
             numbers.append(number)
     sizes = np.array([event.size for event in ours], np.int64)
@@ -191,11 +196,12 @@ def _observe(
     """Run a call and return its value, its start and end in ns, and its memory events."""
     with MEASURING, _uncollected(), unpacked():
         _synchronize(device)
-        if is_profiled():
-            return _beside(fn, device, oldest)
-        with requests(device) as as_requested:
-            value, start_ns, stop_ns, events = _alone(fn, device)
-            return value, start_ns, stop_ns, as_requested(events)
+        with requests(device) as requested_since:
+            watched = _beside(fn, device, oldest) if is_profiled() else _alone(fn, device)
+            value, start_ns, stop_ns, events = watched
+            events = [event for event in events if event.place != "cuda"]
+            events += requested_since(start_ns)
+            return value, start_ns, stop_ns, sorted(events, key=lambda e: e.nanoseconds)
 
 
 def _alone(fn: Callable[[], T], device: torch.device) -> tuple[T, int, int, list[Event]]:
@@ -210,7 +216,7 @@ def _alone(fn: Callable[[], T], device: torch.device) -> tuple[T, int, int, list
         stop_ns = time.time_ns()
         torch._C._autograd._enable_record_function(True)
         result = torch._C._autograd._disable_profiler()
-    return value, start_ns, stop_ns, sorted(_allocations(result), key=lambda e: e.nanoseconds)
+    return value, start_ns, stop_ns, list(_allocations(result))
 
 
 def _beside(
@@ -244,15 +250,14 @@ def _paired(events: Sequence[Any], start_ns: int, oldest: bool) -> Iterator[Even
     least."""
     live: dict[int, deque[int]] = defaultdict(deque)
     for number, event in enumerate(events, 1):
-        if event.kind() != "memory_alloc":
+        size, address = event.cpu_memory_usage(), -number
+        if event.kind() != "memory_alloc" or not size:
             continue
-        place = "cuda" if event.cuda_memory_usage() else "cpu"
-        size, address = event.cuda_memory_usage() or event.cpu_memory_usage(), -number
         if size > 0:
             live[size].append(address)
         elif blocks := live[-size]:
             address = blocks.popleft() if oldest else blocks.pop()
-        yield Event(size, address, start_ns + number, place, None)
+        yield Event(size, address, start_ns + number, "cpu", None)
 
 
 def _on_a_fresh_thread(call: Callable[[], T], device: torch.device) -> T:

@@ -1,14 +1,12 @@
-"""What a call requests of torch's CUDA allocator, block by block.
+"""What a call requests of torch's CUDA allocator, block by block, from the allocator's own history.
 
-The profiler reports the size of a block, which is the request rounded up to 512 bytes. A block that
-the cache had at hand may be up to 1 MiB larger. Block sizes depend on what ran before, so they can
-be neither planned nor promised. The allocator's own history has the requests.
+A block is the request rounded up to 512 bytes, and one that the cache had at hand may be up to
+1 MiB larger. Block sizes depend on what ran before, so they can be neither planned nor promised.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -23,41 +21,43 @@ class Event(NamedTuple):
     number: int | None
 
 
+_SIGNS = {"alloc": 1, "free_requested": -1}
+
+
 @contextmanager
-def requests(device: torch.device) -> Iterator[Callable[[Sequence[Event]], list[Event]]]:
+def requests(device: torch.device) -> Iterator[Callable[[int], list[Event]]]:
     """Have the allocator keep its history, as long as it does not do so already for the user.
-    Yields what makes requests of the events of a call that has just ended: :func:`requested`."""
-    if device.type != "cuda" or not torch.cuda.is_initialized():
-        yield list
+
+    Yields a function that returns the events of all cards and threads since a time in nanoseconds.
+    It raises RuntimeError where the user's history is too short for them.
+    """
+    if not torch.cuda.is_initialized():
+        yield lambda since: []
         return
+    memory = torch.cuda.memory
     card = torch.cuda.current_device() if device.index is None else device.index
-    history = torch.cuda.memory
     kept = torch._C._cuda_isHistoryEnabled()
     if not kept:
-        history._record_memory_history("all", context=None)
+        memory._record_memory_history("all", context=None)
+    torch.empty(1, dtype=torch.uint8, device=f"cuda:{card}")  # the history's first entry
 
-    def sizes_replaced(events: Sequence[Event]) -> list[Event]:
-        return requested(events, history._snapshot()["device_traces"][card])
+    def found(since: int) -> list[Event]:
+        histories = memory._snapshot()["device_traces"]
+        if not histories[card] or histories[card][0]["time_us"] * 1000 > since:
+            raise RuntimeError(
+                "the history of CUDA's allocator, which torch.cuda.memory._record_memory_history "
+                "was told to keep, is shorter than the measured call: raise its max_entries, or "
+                "stop it before the call"
+            )
+        return [
+            Event(sign * entry["size"], entry["addr"], 1000 * entry["time_us"], "cuda", number)
+            for number, history in enumerate(histories)
+            for entry in history
+            if entry["time_us"] * 1000 >= since and (sign := _SIGNS.get(entry["action"]))
+        ]
 
     try:
-        yield sizes_replaced
+        yield found
     finally:
         if not kept:
-            history._record_memory_history(None)
-
-
-def requested(events: Sequence[Event], history: Iterable[dict[str, Any]]) -> list[Event]:
-    """CUDA's events with the sizes that were asked for. The history ends with the events; where it
-    lacks one, for it holds so many, the block's size stays."""
-    sizes: dict[tuple[int, bool], list[int]] = defaultdict(list)
-    for entry in history:
-        if entry["action"] in ("alloc", "free_requested"):
-            sizes[entry["addr"], entry["action"] == "alloc"].append(entry["size"])
-    found = []
-    for event in reversed(events):
-        asked = sizes[event.address, event.size > 0]
-        if event.place == "cuda" and asked:
-            size = asked.pop()
-            event = event._replace(size=size if event.size > 0 else -size)
-        found.append(event)
-    return found[::-1]
+            memory._record_memory_history(None)
