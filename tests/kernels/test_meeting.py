@@ -117,7 +117,8 @@ def test_parts_are_whole_vectors_and_cover_all_units(monkeypatch):
         for threads in (1, 2, 5, 64):
             parts = parts_of_units(2, size, 4, threads)
             assert 1 <= parts <= threads
-            bounds = bounds_of_units(size, parts)
+            bounds, each = bounds_of_units(size, parts)
+            assert each == max(np.diff(bounds))
             assert bounds[0] == 0
             assert bounds[-1] == size
             assert (np.diff(bounds) > 0).all()

@@ -228,7 +228,7 @@ def slopes(
 
 
 def _linear(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-    found = x.new_empty(*x.shape[:2], len(w))
+    found = x.new_empty(*x.shape[:2], w.shape[0])
     linear(x.flatten(0, 1), w, bias, found.flatten(0, 1))
     return found
 

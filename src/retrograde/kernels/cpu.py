@@ -45,7 +45,7 @@ def as_they_lie(hidden: Tensor, samples: int) -> Tensor:
 def in_parts(hidden: Tensor, samples: int) -> Tensor:
     """Return hidden weights in panels, for each part of the units that ``samples`` pay for."""
     size = hidden.shape[1]
-    units = bounds_of_units(size, parts_of_units(samples, size, len(hidden) // size))
+    units, _ = bounds_of_units(size, parts_of_units(samples, size, len(hidden) // size))
     return panels(*(hidden[:, first:last] for first, last in pairwise(units.tolist())))
 
 
@@ -63,10 +63,9 @@ def sweep(
     samples, size = slopes.gates.shape[1], slopes.gates.shape[3]
     g = g.clone(memory_format=torch.contiguous_format)
     hidden = hidden if hidden.dim() == 4 else in_parts(hidden, samples)
-    units = bounds_of_units(size, len(hidden))
-    width = int(whole_vectors(int(np.diff(units).max())))
+    units, each = bounds_of_units(size, len(hidden))
     arrays = _arrays(slopes, hidden, dy, resets), g.numpy()
-    room = g.new_empty(len(hidden), samples, width).numpy()
+    room = g.new_empty(len(hidden), samples, int(whole_vectors(each))).numpy()
     loop = functools.partial(cpu_sweep.sweep, *arrays, room, units)
     parts = parts_for(samples, slopes.gates.numel() * size)
     share_or_meet(loop, parts, 0 if resets is not None else len(hidden))
@@ -90,7 +89,7 @@ def scan(
     after, before = reference.carry(rows, g)
     if not reference.trusted(rows, after):
         return sweep(slopes, hidden, dy, g)
-    units = bounds_of_units(size, 1)
+    units, _ = bounds_of_units(size, 1)
     arrays = _arrays(chunks, panels(hidden), losses), after.numpy(), units, NOBODY
     parts = parts_for(len(chunks.gates), chunks.gates.numel() * size)
     room = g.new_empty(len(parts), 1, samples, int(whole_vectors(size)))

@@ -15,7 +15,6 @@ import functools
 from itertools import pairwise
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,8 +40,7 @@ class Forward:
         self.bias, own = _biases(weights)
         u = weights.hidden.detach()
         parts = parts_of_units(samples, weights.size, gates)
-        self.units = bounds_of_units(weights.size, parts)
-        each = int(np.diff(self.units).max())
+        self.units, each = bounds_of_units(weights.size, parts)
         hidden = panels_of_units(u, self.units) if self.in_panels else u.contiguous()[None, :, None]
         self.fixed = u.new_empty(0) if own is None else own.detach().contiguous(), hidden
         self.sums = u.new_empty(parts, samples, int(whole_vectors(gates * each)))
@@ -154,7 +152,8 @@ class Backward:
             cpu_backward.room_for(weights.kind, steps, last - first, width, size)
             for first, last in self.parts
         )
-        self.room = hidden.new_empty(len(self.parts), numbers_between)
+        room = hidden.new_empty(len(self.parts), numbers_between)
+        self.own = [[t.numpy() for t in own] for own in zip(*self.sums.values(), room, strict=True)]
 
     def add(self, block: Block, dy: Tensor | None, g: Tensor, dx: Tensor | None) -> Tensor:
         """Backpropagate a block.
@@ -179,11 +178,7 @@ class Backward:
         arrays.append((absent if dx is None else dx).contiguous().numpy())
 
         def loop(first: int, last: int) -> None:
-            number = self.parts.index((first, last))
-            own = [
-                *(sums[number].numpy() for sums in self.sums.values()),
-                self.room[number].numpy(),
-            ]
+            own = self.own[self.parts.index((first, last))]
             self.kernel(*given, cpu_backward.BackwardArrays(*arrays, *own), first, last)
 
         share(loop, self.parts)

@@ -39,10 +39,15 @@ def parts_of_units(samples: int, size: int, gates: int, threads: int = 0) -> int
     return max(1, min(threads, samples * weights // _WORK, size // LANES))
 
 
-def bounds_of_units(size: int, parts: int) -> Counts:
-    """Return where the parts of H units begin and end; all but the last end are whole vectors."""
+@functools.cache
+def bounds_of_units(size: int, parts: int) -> tuple[Counts, int]:
+    """Return where the parts of H units begin and end, and how many units the largest has.
+
+    All ends but the last are whole vectors.
+    """
     vectors = -(-size // LANES)
-    return np.array([*(LANES * (vectors * part // parts) for part in range(parts)), size])
+    bounds = np.array([*(LANES * (vectors * part // parts) for part in range(parts)), size])
+    return bounds, int(np.diff(bounds).max())
 
 
 def together(loop: Callable[[Counts, int, int], None], parts: int) -> None:

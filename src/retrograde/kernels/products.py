@@ -2,7 +2,7 @@
 
 On a CPU these are the tiles of ``tiles``, shared among threads. They reach the processor's peak,
 whoever made it, and write to memory that exists. The terms of a sum are added in the same order for
-any number of threads. On other devices, and in other dtypes, they are torch's own products.
+any number of threads. Small ones, and those on other devices and in other dtypes, are torch's own.
 """
 
 import functools
@@ -23,19 +23,20 @@ _SIDE = 16  # the columns of gates that are copied at a time
 # The rows whose factors stay in the last cache while all columns are computed. Of those, the rows
 # whose sums stay in the nearest cache while a panel's terms are added.
 _BLOCK, _STRIP = 512, 32
-_THREAD_WORK = 8_000_000  # the multiplications for which one more thread pays
+_THREAD_WORK = 12_000_000  # the multiplications for which one more thread pays
+_SMALL = 2**21  # the multiplications up to which torch's own products take less time to begin
 
 
 def linear(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, *, add: bool = False) -> None:
     """Write x Wᵀ + bias to ``out`` (N, M), or add x Wᵀ to it; x is (N, K) and W (M, K)."""
-    if not _is_ours(x, w, out):
+    if not _is_ours(x.numel() * w.shape[0], x, w, out):
         if add:
             out.addmm_(x, w.t())
         elif bias is None:
             torch.mm(x, w.t(), out=out)
         else:
             torch.addmm(bias, x, w.t(), out=out)
-    elif len(x) >= MANY_ROWS:
+    elif x.shape[0] >= MANY_ROWS:
         _multiply(x, w, bias, out, turned=True, add=add)
     else:
         if not add:
@@ -51,7 +52,7 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, *, add: bool 
 
 def times(g: Tensor, w: Tensor, out: Tensor) -> None:
     """Write g W to ``out`` (N, M); g is (N, K) and W (K, M)."""
-    if _is_ours(g, w, out):
+    if _is_ours(g.numel() * w.shape[1], g, w, out):
         _multiply(g, w, None, out, turned=False, add=False)
     else:
         torch.mm(g, w, out=out)
@@ -59,19 +60,18 @@ def times(g: Tensor, w: Tensor, out: Tensor) -> None:
 
 def add_outer(g: Tensor, x: Tensor, total: Tensor) -> None:
     """Add gᵀ x to ``total`` (M, K); g is (N, M) and x (N, K)."""
-    if not _is_ours(g, total) or x.dtype != g.dtype:
+    work = g.numel() * x.shape[1]
+    if not _is_ours(work, g, total) or x.dtype != g.dtype:
         total.addmm_(g.t(), x)
         return
-    parts = _parts(g.shape[1], g.numel() * x.shape[1])
+    parts = _parts(g.shape[1], work)
     room = g.new_empty(len(parts), room_of_outer(len(g), g.shape[1], x.shape[1]))
     share_with_room(functools.partial(_add_outer, _array(g), _array(x), total.numpy()), room, parts)
 
 
 def sum_of_rows(g: Tensor) -> Tensor:
-    """Return the sum of the rows of g (N, M)."""
-    if not g.is_cuda:
-        return g.sum(0)
-    return g.t().mv(g.new_ones(len(g)))  # torch's sum takes up to twice the bytes of g there
+    """Return the sum of the rows of g (N, M). On a GPU torch's own takes up to twice its bytes."""
+    return g.t().mv(g.new_ones(len(g))) if g.is_cuda else g.sum(0)
 
 
 def room_of_product(rows: int, terms: int, columns: int, *, turned: bool) -> int:
@@ -88,10 +88,9 @@ def room_of_outer(rows: int, gates: int, columns: int) -> int:
     return (whole + (_SIDE if gates > _SIDE else 0)) * min(rows, DEPTH)
 
 
-def _is_ours(*given: Tensor) -> bool:
-    x, *others = given
+def _is_ours(work: int, x: Tensor, *others: Tensor) -> bool:
     known = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
-    return known and all(t.dtype == x.dtype and t.is_contiguous() for t in others)
+    return work > _SMALL and known and all(t.dtype == x.dtype and t.is_contiguous() for t in others)
 
 
 def _array(t: Tensor) -> Any:

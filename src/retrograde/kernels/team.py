@@ -133,8 +133,10 @@ def share_with_room(loop: Callable[..., None], room: Tensor, parts: list[Range])
     torch allocates that memory, so that measurements count it.
     """
 
+    rooms = room.numpy()
+
     def own(first: int, last: int) -> None:
-        loop(room[parts.index((first, last))].numpy(), first, last)
+        loop(rooms[parts.index((first, last))], first, last)
 
     share(own, parts)
 

@@ -36,8 +36,9 @@ from retrograde.models.recipes import (
 
 #: What a byte is worth, in bytes written by an operation of one pass.
 WORTH = 5.0
-#: Smaller values are kept: what the tape does for one takes as long as to write so many bytes.
-LEAST_BYTES = 128 * 1024
+#: Smaller values are kept: what the tape does for one takes as long as to write so many bytes. So
+#: are those of less than this part of what is kept.
+LEAST_BYTES, LEAST_PART = 128 * 1024, 1 / 1024
 #: In the metadata of a node: the version of its result, if autograd followed the changes in place.
 VERSION = "retrograde version"
 
@@ -72,7 +73,10 @@ class LeanTape(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.compiler.is_compiling():
             return func(*args, **kwargs)
-        changes, shares, may_be_small, note = _RULES.get(func) or _rule_of(func)
+        rule = _RULES[func] if func in _RULES else _rule_of(func)
+        if rule is None:
+            return func(*args, **kwargs)
+        changes, shares, may_be_small, note = rule
         first = kwargs.get("out", args[0] if args else kwargs.get("input"))
         if not isinstance(first, Tensor):
             result = func(*args, **kwargs)
@@ -109,10 +113,16 @@ class LeanTape(TorchFunctionMode):
     def _saves_nothing_large(self, args: Any) -> bool:
         """Whether a function is given nothing that could be let go, and this tape would save it."""
         for one in args:
-            if isinstance(one, Tensor) and not (one.requires_grad and one.is_leaf) and _large(one):
+            is_leaf = isinstance(one, Tensor) and one.requires_grad and one.is_leaf
+            if isinstance(one, Tensor) and not is_leaf and self._matters(one):
                 return False
         hooks = _autograd._top_saved_tensors_default_hooks(True)
         return hooks is not None and hooks[0] == self.pack
+
+    def _matters(self, tensor: Tensor) -> bool:
+        size = _large(tensor)
+        part = size <= self.kept * LEAST_PART
+        return size > 0 and not (part and self._box_of(tensor.untyped_storage()) is None)
 
     def pack(self, tensor: Tensor) -> Packed | Versioned | tuple[Tensor, int]:
         """Save a tensor, or what it can be computed from."""
@@ -122,7 +132,7 @@ class LeanTape(TorchFunctionMode):
         version = tensor._version
         if tensor.requires_grad and tensor.is_leaf:
             return Versioned(tensor, version)
-        if not _large(tensor):
+        if not self._matters(tensor):
             return Versioned(tensor.detach(), version)
         storage, base = tensor.untyped_storage(), tensor if tensor._base is None else tensor._base
         box = self._box_of(storage)
@@ -351,13 +361,17 @@ for _name in ("add", "sub", "subtract", "add_", "sub_", *_BY_SIGN):
 # Of functions that were called: whether they change their first argument in place, and whether
 # their results share memory unseen. Then whether they may save small tensors only, and what is
 # noted.
-_RULES: dict[Any, tuple[bool, str, bool, Callable[..., None] | None]] = {}
+_RULES: dict[Any, tuple[bool, str, bool, Callable[..., None] | None] | None] = {}
+# What neither saves nor changes anything.
+_PLAIN = {"__get__", "size", "stride", "dim", "view", "reshape", "flatten", "unflatten", "permute"}
+_PLAIN |= {"transpose", "squeeze", "unsqueeze", "expand", "split", "chunk", "contiguous"}
 
 
 def _rule_of(func: Any) -> Any:
     name = getattr(func, "__name__", "")
+    if name in _PLAIN and func not in _SHARING:
+        return _RULES.setdefault(func, None)
     changes = (name[-1:] == "_" and name[-2:] != "__") or name in _CHANGING  # add_, not __add__
     note = _NOTES.get(func)
-    may_be_small = note is None and name != "__get__"
-    rule = _RULES[func] = changes, _SHARING.get(func, ""), may_be_small, note
+    rule = _RULES[func] = changes, _SHARING.get(func, ""), note is None, note
     return rule
