@@ -56,7 +56,7 @@ def test_the_accelerator_that_a_call_allocates_on_is_counted(asked, peak, monkey
     ]
     of_cuda = [event for event in events if event.place == "cuda"]
     monkeypatch.setattr(allocations, "_allocations", lambda result: iter(events))
-    monkeypatch.setattr(allocations, "requests", lambda device: nullcontext(lambda since: of_cuda))
+    monkeypatch.setattr(allocations, "requests", lambda: nullcontext(lambda: of_cuda))
     monkeypatch.setattr(allocations, "_synchronize", lambda device: None)
     assert measure(lambda: None, device=asked).peak_bytes == peak
 
@@ -66,7 +66,7 @@ def test_a_card_in_use_is_waited_for(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(allocations, "_synchronize", asked.append)
-    monkeypatch.setattr(allocations, "requests", lambda device: nullcontext(lambda since: []))
+    monkeypatch.setattr(allocations, "requests", lambda: nullcontext(list))
     measure(lambda: None)
     assert {str(device) for device in asked} == {"cuda:3"}
     assert len(asked) >= 2

@@ -48,16 +48,15 @@ class Cards:
         memory = torch.cuda.memory
         patch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: kept, raising=False)
         patch.setattr(memory, "_record_memory_history", lambda on, **_: self.calls.append(on))
-        patch.setattr(memory, "_snapshot", lambda: {"device_traces": self.traces})
+        patch.setattr(memory, "_snapshot", lambda: {"device_traces": [*self.traces]})
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.cuda, "current_device", lambda: 1)
         patch.setattr(allocations, "_synchronize", lambda device: None)
-        patch.setattr(torch, "empty", lambda n, *, dtype, device: self.note(int(device[-1]), n))
 
     def note(self, card, size, action="alloc", address=512):
         entry = {"action": action, "addr": address, "size": size, "time_us": time.time_ns() // 1000}
         self.traces[card] = [*self.traces[card], entry][-self.most :]
-        time.sleep(2e-6)
+        time.sleep(2e-6)  # no two entries are equal
 
 
 @pytest.mark.parametrize("kept", [False, True])
@@ -87,11 +86,13 @@ def test_the_allocators_history_is_kept_as_long_as_it_is_wanted(monkeypatch, kep
 
 
 def test_a_history_shorter_than_the_call_is_no_measurement(monkeypatch):
+    """As soon as the entry is pushed out that was the last before the call."""
     cards = Cards(monkeypatch, True)
     cards.most = 3
+    cards.note(1, 7)
     assert rg.measure(lambda: [cards.note(1, 8) for _ in range(2)]).peak_bytes == 16
     with pytest.raises(RuntimeError, match="raise its max_entries"):
-        rg.measure(lambda: [cards.note(1, 8) for _ in range(3)])
+        rg.measure(lambda: cards.note(1, 8))
 
 
 def test_a_call_that_is_the_first_to_use_cuda_is_no_measurement(monkeypatch):

@@ -322,11 +322,12 @@ def _large(tensor: Tensor) -> int:
     """Return the bytes of a storage, or 0 if it is small or the tensor is more than a storage."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
         return 0
-    odd = tensor.is_neg() or tensor.is_conj() or tensor._is_zerotensor() or tensor.is_quantized
-    if odd or tensor.is_nested or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if tensor.is_nested or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return 0
     size = tensor.untyped_storage().nbytes()
-    return size if size >= LEAST_BYTES else 0
+    if size < LEAST_BYTES or tensor.is_neg() or tensor.is_conj():
+        return 0
+    return 0 if tensor._is_zerotensor() or tensor.is_quantized else size
 
 
 def _noise(mask: Tensor, one: Tensor) -> Tensor:

@@ -196,11 +196,11 @@ def _observe(
     """Run a call and return its value, its start and end in ns, and its memory events."""
     with MEASURING, _uncollected(), unpacked():
         _synchronize(device)
-        with requests(device) as requested_since:
+        with requests() as requested:
             watched = _beside(fn, device, oldest) if is_profiled() else _alone(fn, device)
             value, start_ns, stop_ns, events = watched
             events = [event for event in events if event.place != "cuda"]
-            events += requested_since(start_ns)
+            events += requested()
             return value, start_ns, stop_ns, sorted(events, key=lambda e: e.nanoseconds)
 
 

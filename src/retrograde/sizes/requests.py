@@ -25,36 +25,36 @@ _SIGNS = {"alloc": 1, "free_requested": -1}
 
 
 @contextmanager
-def requests(device: torch.device) -> Iterator[Callable[[int], list[Event]]]:
+def requests() -> Iterator[Callable[[], list[Event]]]:
     """Have the allocator keep its history, as long as it does not do so already for the user.
 
-    Yields a function that returns the events of all cards and threads since a time in nanoseconds.
-    It raises RuntimeError where the user's history is too short for them.
+    Yields a function that returns the events of all cards and threads since the block began. It
+    raises RuntimeError where the user's history is too short for them.
     """
     if not torch.cuda.is_initialized():
-        yield lambda since: []
+        yield list
         return
     memory = torch.cuda.memory
-    card = torch.cuda.current_device() if device.index is None else device.index
     kept = torch._C._cuda_isHistoryEnabled()
     if not kept:
         memory._record_memory_history("all", context=None)
-    torch.empty(1, dtype=torch.uint8, device=f"cuda:{card}")  # the history's first entry
+    before = memory._snapshot()["device_traces"]
 
-    def found(since: int) -> list[Event]:
-        histories = memory._snapshot()["device_traces"]
-        if not histories[card] or histories[card][0]["time_us"] * 1000 > since:
-            raise RuntimeError(
-                "the history of CUDA's allocator, which torch.cuda.memory._record_memory_history "
-                "was told to keep, is shorter than the measured call: raise its max_entries, or "
-                "stop it before the call"
-            )
-        return [
-            Event(sign * entry["size"], entry["addr"], 1000 * entry["time_us"], "cuda", number)
-            for number, history in enumerate(histories)
-            for entry in history
-            if entry["time_us"] * 1000 >= since and (sign := _SIGNS.get(entry["action"]))
-        ]
+    def found() -> list[Event]:
+        events = []
+        for number, history in enumerate(memory._snapshot()["device_traces"]):
+            begun = len(before[number])
+            if history[begun - 1 : begun] != before[number][-1:]:
+                raise RuntimeError(
+                    "the history of CUDA's allocator, which torch.cuda.memory."
+                    "_record_memory_history was told to keep, is shorter than the measured call: "
+                    "raise its max_entries, or stop it before the call"
+                )
+            for entry in history[begun:]:
+                if sign := _SIGNS.get(entry["action"]):
+                    size, moment = sign * entry["size"], 1000 * entry["time_us"]
+                    events.append(Event(size, entry["addr"], moment, "cuda", number))
+        return events
 
     try:
         yield found
