@@ -216,7 +216,7 @@ def test_fit_and_measure():
     assert rg.measure(lambda: x.exp().sum()).peak_bytes >= x.nbytes
 
 
-@pytest.mark.parametrize(("asked", "most"), [({"memory": "60%"}, 70), ({"backward": "scan"}, 42)])
+@pytest.mark.parametrize(("asked", "most"), [({"memory": "62%"}, 70), ({"backward": "scan"}, 42)])
 @pytest.mark.parametrize("kind", [rg.RNN, rg.GRU, rg.LSTM])
 def test_launches_do_not_grow_with_the_length(kind, most, asked):
     """Sums over steps are one product, not one for every few thousand rows."""
