@@ -836,3 +836,21 @@ def test_the_trainer_of_lightning():
 
     data = torch.randn(16, 16)
     assert all(map(torch.equal, trained(rg.lean), trained(lambda model: model)))
+
+
+def test_what_is_a_small_part_of_what_is_kept_is_kept(monkeypatch):
+    """A product that is kept comes first; then what is let go must be a good part of it."""
+    wide, narrow = nn.Linear(64, 4096), nn.Sequential(nn.Linear(4096, 64), nn.GELU())
+    model, x = nn.Sequential(wide, nn.Tanh(), narrow, nn.Linear(64, 8)), torch.randn(1024, 64)
+    found = []
+    for part in (0.0, 1.0):
+        monkeypatch.setattr("retrograde.models.tape.LEAST_PART", part)
+        with rg.lean() as tape:
+            loss = model(x).square().mean()
+        loss.backward()
+        found.append(
+            (tape.let_go_bytes.get("Gelu", 0), [p.grad.clone() for p in wide.parameters()])
+        )
+        model.zero_grad()
+    assert [let_go for let_go, _ in found] == [4 * 1024 * 64, 0]
+    assert all(map(torch.equal, found[0][1], found[1][1]))
