@@ -1,6 +1,6 @@
 """Threads that share the units of a layer, and meet at every step."""
 
-import threading
+import ctypes
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from oracles.networks import relative_error
 from retrograde.kernels import cpu, in_place, kernels, meeting, sweep, team
 from retrograde.kernels.cells import GATES, Slopes, Weights
 from retrograde.kernels.lanes import compiled
-from retrograde.kernels.meeting import bounds_of_units, meet, parts_of_units, together
+from retrograde.kernels.meeting import bounds_of_units, meet, parts_of_units
 from retrograde.recurrent.forward import LayerForward, run_by_torch
 
 EVERY_CELL = pytest.mark.parametrize("kind", GATES)
@@ -28,8 +28,14 @@ def _every_layer_is_worth_it(monkeypatch):
 
 def counted(monkeypatch):
     """Count the parts that threads take."""
-    taken, real = [], meeting.together
-    monkeypatch.setattr(meeting, "together", lambda loop, n: (taken.append(n), real(loop, n)))
+    taken, real = [], meeting.share
+
+    def share(loop, parts, *args, alone=None):
+        if alone is not None:
+            taken.append(len(parts))
+        real(loop, parts, *args, alone=alone)
+
+    monkeypatch.setattr(meeting, "share", share)
     return taken
 
 
@@ -128,32 +134,27 @@ def test_parts_are_whole_vectors_and_cover_all_units(monkeypatch):
 
 
 @compiled
-def come(counts, rounds):
-    for number in range(rounds):
+def come(seen, rounds, by_units, counts, first, last):
+    for number in range(rounds if last - first < len(seen) else 0):
         meet(counts, number + 1)
+    seen[first:last] += last - first
 
 
-def test_a_smaller_team_does_all_parts(monkeypatch):
-    monkeypatch.setattr(team, "_entry", lambda: None)
-    seen = []
-    together(lambda meeting, first, last: seen.append((meeting[1], first, last)), 3)
-    assert seen == [(1, 0, 3)]
+@pytest.mark.skipif(not team._entry()[0], reason="torch's team of threads is not reached")
+def test_a_smaller_team_does_all_parts_on_one_thread(monkeypatch):
+    """One of the team has no team of its own."""
+    torch.set_num_threads(2)
+    found = []
 
+    def run(parts):
+        seen = np.zeros(parts, np.int64)
+        meeting.share_or_meet(come, [], parts, seen, 1000)
+        found.append(list(seen))
 
-@pytest.mark.skipif(team._entry() is None, reason="torch's team of threads is not reached")
-def test_nobody_waits_for_a_thread_that_fails(monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-
-    def loop(meeting, first, last):
-        if first:
-            raise MemoryError("in a thread")
-        come(meeting, 1000)
-
-    def call():
-        with pytest.raises(MemoryError):
-            together(loop, 2)
-
-    waiting = threading.Thread(target=call, daemon=True)
-    waiting.start()
-    waiting.join(60)
-    assert not waiting.is_alive()
+    run(2)
+    start = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+    enter = ctypes.CFUNCTYPE(None, start, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+    enter(team._entry()[0])(start(lambda _: run(3)), None, 2, 0)
+    monkeypatch.setattr(team, "_entry", lambda: (0, 0))
+    run(2)
+    assert found == [[1, 1], [3, 3, 3], [3, 3, 3], [2, 2]]

@@ -3,11 +3,13 @@
 import functools
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
 from retrograde.kernels import cpu, in_place, kernels, meeting, team
 from retrograde.kernels.cells import GATES, Slopes, Weights, jacobians, slopes
+from retrograde.kernels.lanes import compiled
 from retrograde.kernels.sweep import carry, products, safe_chunk, scan, sweep, trusted
 from retrograde.kernels.team import share
 from retrograde.scan.blelloch import blelloch, chunked, gradients, hybrid, linear
@@ -144,12 +146,9 @@ def test_threads_share_the_samples(kind, threads, samples, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     ranges, share = [], meeting.share
 
-    def spy(kernel, parts):
-        def counted(first, last):
-            ranges.append((first, last))
-            kernel(first, last)
-
-        share(counted, parts)
+    def spy(kernel, parts, *args):
+        ranges.extend(parts)
+        share(kernel, parts, *args)
 
     monkeypatch.setattr(meeting, "share", spy)
     problem = Problem(kind, 20, samples)
@@ -179,12 +178,15 @@ def test_a_threads_error_is_the_callers(monkeypatch):
     monkeypatch.setattr(team, "THREAD_WORK", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
 
-    def kernel(first, last):
-        if first:
-            raise MemoryError("in a thread")
+    for parts in (team.parts_for(4, 10), [(0, 4)]):
+        with pytest.raises(RuntimeError, match="refuse_to_end failed on a thread"):
+            share(refuse_to_end, parts, np.zeros(2))
 
-    with pytest.raises(MemoryError, match="in a thread"):
-        share(kernel, team.parts_for(4, 10))
+
+@compiled
+def refuse_to_end(array, first, last):
+    if last == 4:
+        array.reshape(3)
 
 
 def amid(tensor, poison):

@@ -2,11 +2,13 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 import retrograde as rg
 from retrograde.kernels import team
+from retrograde.kernels.lanes import compiled
 from retrograde.kernels.team import paced, ranges, share
 
 WORKS = {
@@ -103,14 +105,20 @@ def test_an_error_and_short_calls_and_other_devices_change_nothing(monkeypatch):
     assert Core("meta").run()[0] == 2
 
 
+@compiled
+def note(seen, first, last):
+    seen[seen[0]] = 10 * first + last
+    seen[0] += 1
+
+
 def test_alone_all_parts_are_run_in_order():
-    seen = []
+    seen = np.ones(3, np.int64)
 
     class Alone(Core):
         @paced
         def run(self):
-            share(lambda first, last: seen.append((first, last)), ranges(8, 2))
+            share(note, ranges(8, 2), seen)
 
     team._alone[0] = float("inf")
     Alone().run()
-    assert seen == [(0, 4), (4, 8)]
+    assert list(seen) == [3, 4, 48]

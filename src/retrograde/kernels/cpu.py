@@ -17,7 +17,7 @@ from retrograde.kernels import cpu_slopes, cpu_sweep
 from retrograde.kernels import sweep as reference
 from retrograde.kernels.cells import Resets, Slopes
 from retrograde.kernels.meeting import NOBODY, bounds_of_units, parts_of_units, share_or_meet
-from retrograde.kernels.team import parts_for, share, share_with_room
+from retrograde.kernels.team import numbered, parts_for, share
 from retrograde.kernels.tiles import panels, whole_vectors
 
 #: The work of one element of the slopes, in multiplications.
@@ -50,11 +50,7 @@ def in_parts(hidden: Tensor, samples: int) -> Tensor:
 
 
 def sweep(
-    slopes: Slopes,
-    hidden: Tensor,
-    dy: Tensor | None,
-    g: Tensor,
-    resets: Resets | None = None,
+    slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, resets: Resets | None = None
 ) -> Tensor:
     """Do the same as :func:`retrograde.kernels.sweep.sweep`, for either dtype on a CPU.
 
@@ -66,19 +62,13 @@ def sweep(
     units, each = bounds_of_units(size, len(hidden))
     arrays = _arrays(slopes, hidden, dy, resets), g.numpy()
     room = g.new_empty(len(hidden), samples, int(whole_vectors(each))).numpy()
-    loop = functools.partial(cpu_sweep.sweep, *arrays, room, units)
     parts = parts_for(samples, slopes.gates.numel() * size)
-    share_or_meet(loop, parts, 0 if resets is not None else len(hidden))
+    many = 0 if resets is not None else len(hidden)
+    share_or_meet(cpu_sweep.sweep, parts, many, *arrays, room, units)
     return g
 
 
-def scan(
-    slopes: Slopes,
-    hidden: Tensor,
-    dy: Tensor | None,
-    g: Tensor,
-    chunk: int,
-) -> Tensor:
+def scan(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, chunk: int) -> Tensor:
     """Do the same as :func:`retrograde.kernels.sweep.scan`, for either dtype on a CPU."""
     length, samples, _, size = slopes.gates.shape
     rest = length % chunk
@@ -93,7 +83,7 @@ def scan(
     arrays = _arrays(chunks, panels(hidden), losses), after.numpy(), units, NOBODY
     parts = parts_for(len(chunks.gates), chunks.gates.numel() * size)
     room = g.new_empty(len(parts), 1, samples, int(whole_vectors(size)))
-    share_with_room(functools.partial(cpu_sweep.sweep_chunks, *arrays), room, parts)
+    share(cpu_sweep.sweep_chunks, numbered(parts), *arrays, room.numpy())
     return sweep(slopes.at(slice(0, rest)), hidden, None if dy is None else dy[:rest], before)
 
 
@@ -108,7 +98,7 @@ def products(chunks: Slopes, hidden: Tensor, losses: Tensor | None) -> Tensor:
     numbers = cpu_sweep.room_for_products(size, n // size)
     arrays = _arrays(chunks, panels(hidden)[0], losses), rows.numpy()
     room = hidden.new_empty(len(parts), numbers)
-    share_with_room(functools.partial(kernel, *arrays), room, parts)
+    share(kernel, numbered(parts), *arrays, room.numpy())
     return rows
 
 
@@ -133,7 +123,7 @@ def gru_slopes(inputs: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
     arrays = (inputs, hidden, before.contiguous(), keep, inner)
     flat = [t.view(rows, -1).numpy() for t in arrays]
     parts = parts_for(rows, rows * size * ELEMENT_WORK)
-    share(functools.partial(cpu_slopes.gru_slopes, *flat), parts)
+    share(cpu_slopes.gru_slopes, parts, *flat)
     return Slopes(hidden.unflatten(-1, (3, size)), keep, inner)
 
 
@@ -146,5 +136,5 @@ def lstm_slopes(
     keep, inner = (after.new_empty(after.shape) for _ in range(2))
     arrays = [t.numpy() for t in (gates, after.contiguous(), c.clone(), keep, inner)]
     arrays += starts_of(resets, c)[:2]
-    share(functools.partial(cpu_slopes.lstm_slopes, known, *arrays), parts_for(samples, work))
+    share(cpu_slopes.lstm_slopes, parts_for(samples, work), known, *arrays)
     return Slopes(gates.unflatten(-1, (4, size)), keep, inner)

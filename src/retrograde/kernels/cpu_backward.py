@@ -13,7 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrograde.kernels import cpu_cells as cell
-from retrograde.kernels.lanes import LANES, Reals, compiled, load, load_four, store, store_four
+from retrograde.kernels.lanes import (
+    LANES,
+    Reals,
+    compiled,
+    inlined,
+    load,
+    load_four,
+    store,
+    store_four,
+)
 from retrograde.kernels.tiles import PANEL, product, whole_vectors
 
 # Gate gradients are buffered per thread, in rows (one row is one step of one sample). The buffer is
@@ -35,10 +44,11 @@ class BackwardArrays(NamedTuple):
     starts: NDArray[np.bool_]  # (L, B), true before a step at which a sample begins anew
     to_entry: Reals  # (B, n), receives the sums of the gradients of the states it begins with
     dx: Reals  # (L, B, I), receives the gradients of the inputs; no steps if not wanted
-    to_inputs: Reals  # (K·H, W), receives the sums of the weights' gradients
-    to_hidden: Reals  # (K·H, W')
-    to_biases: Reals  # (N,)
-    room: Reals  # scratch memory (:func:`room_for`)
+    # Of each thread, in two arrays, one after the other: what receives the weights' gradients.
+    to_inputs: tuple[Reals, Reals]  # (P, K·H, W)
+    to_hidden: tuple[Reals, Reals]  # (P, K·H, W')
+    to_biases: Reals  # (P, N)
+    rooms: Reals  # scratch memory of each thread (:func:`room_for`)
 
 
 @compiled  # type: ignore[untyped-decorator]
@@ -76,7 +86,9 @@ def _divided(room: Reals, first: int, second: int) -> tuple[Reals, Reals, Reals]
 
 
 @compiled  # type: ignore[untyped-decorator]
-def backward_rnn(relu: bool, after: Reals, of: BackwardArrays, first: int, last: int) -> None:
+def backward_rnn(
+    relu: bool, after: Reals, of: BackwardArrays, number: int, first: int, last: int
+) -> None:
     """Backpropagate an RNN with tanh or ReLU, for samples first … last − 1.
 
     ``after`` (L, B, H) is h after each step.
@@ -86,7 +98,7 @@ def backward_rnn(relu: bool, after: Reals, of: BackwardArrays, first: int, last:
     samples, size = g.shape
     stride, wide, each = row_length(size), whole_vectors(size), last - first
     steps = steps_at_once(each, before.shape[0])
-    s, into, rest = _divided(of.room, steps * each * stride, each * wide)
+    s, into, rest = _divided(of.rooms[number], steps * each * stride, each * wide)
     h, terms, known = after.reshape(-1), losses.reshape(-1), g.reshape(-1)
     for stop in range(after.shape[0], 0, -steps):
         start = max(0, stop - steps)
@@ -107,12 +119,12 @@ def backward_rnn(relu: bool, after: Reals, of: BackwardArrays, first: int, last:
                 g[first + b] = into[b * wide : b * wide + size]
             if starts.shape[0]:
                 leave(starts[t], g, to_entry, first, last)
-        _add_products(of, s, s, stride, start, stop, rest, first, last)
+        _add_products(of, s, s, stride, start, stop, rest, number, first, last)
 
 
 @compiled  # type: ignore[untyped-decorator]
 def backward_lstm(
-    gates: Reals, after: Reals, cells: Reals, of: BackwardArrays, first: int, last: int
+    gates: Reals, after: Reals, cells: Reals, of: BackwardArrays, number: int, first: int, last: int
 ) -> None:
     """Backpropagate an LSTM, for samples first … last − 1.
 
@@ -124,7 +136,7 @@ def backward_lstm(
     samples, size = g.shape[0], g.shape[1] // 2
     stride, wide, each = row_length(4 * size), whole_vectors(size), last - first
     steps = steps_at_once(each, before.shape[0])
-    s, into, rest = _divided(of.room, steps * each * stride, each * wide)
+    s, into, rest = _divided(of.rooms[number], steps * each * stride, each * wide)
     given, h, c = gates.reshape(-1), after.reshape(-1), cells.reshape(-1)
     terms, known = losses.reshape(-1), g.reshape(-1)
     for stop in range(after.shape[0], 0, -steps):
@@ -151,13 +163,14 @@ def backward_lstm(
                 g[first + b, :size] = into[b * wide : b * wide + size]
             if starts.shape[0]:
                 leave(starts[t], g, to_entry, first, last)
-        _add_products(of, s, s, stride, start, stop, rest, first, last)
+        _add_products(of, s, s, stride, start, stop, rest, number, first, last)
 
 
 @compiled  # type: ignore[untyped-decorator]
 def backward_gru(
-    from_inputs: Reals, from_states: Reals, biases: Reals, of: BackwardArrays, first: int, last: int
-) -> None:
+    from_inputs: Reals, from_states: Reals, biases: Reals, of: BackwardArrays, number: int,
+    first: int, last: int,
+) -> None:  # fmt: skip
     """Backpropagate a GRU, for samples first … last − 1.
 
     Its gates are recomputed from transposed weights in panels, ``from_inputs`` (I, 3 H) and
@@ -174,7 +187,7 @@ def backward_gru(
     stride, wide, each = row_length(4 * size), whole_vectors(size), last - first
     width, three = x.shape[2], whole_vectors(3 * size)
     steps = steps_at_once(each, before.shape[0])
-    s, into, rest = _divided(of.room, steps * each * stride, each * wide)
+    s, into, rest = _divided(of.rooms[number], steps * each * stride, each * wide)
     driven, recurrent, rest = _divided(rest, each * three, each * three)
     read, h = x.reshape(-1), before.reshape(-1)
     terms, known = losses.reshape(-1), g.reshape(-1)
@@ -209,7 +222,7 @@ def backward_gru(
                 g[first + b] = into[b * wide : b * wide + size]
             if starts.shape[0]:
                 leave(starts[t], g, to_entry, first, last)
-        _add_products(of, s, s[size:], stride, start, stop, rest, first, last)
+        _add_products(of, s, s[size:], stride, start, stop, rest, number, first, last)
 
 
 @compiled  # type: ignore[untyped-decorator]
@@ -224,14 +237,21 @@ def leave(starts: NDArray[np.bool_], g: Reals, to_entry: Reals, first: int, last
 @compiled  # type: ignore[untyped-decorator]
 def _add_products(
     of: BackwardArrays, to_states: Reals, to_inputs: Reals, stride: int, start: int, stop: int,
-    room: Reals, first: int, last: int,
+    room: Reals, number: int, first: int, last: int,
 ) -> None:  # fmt: skip
     """Add what the buffered rows of steps start … stop − 1 give to the weights, and write dx."""
-    _add_bias(to_states, stride, (stop - start) * (last - first), of.to_biases)
-    _add_weights(to_states, stride, of.before[start:stop], of.to_hidden, room, first, last)
-    _add_weights(to_inputs, stride, of.x[start:stop], of.to_inputs, room, first, last)
+    _add_bias(to_states, stride, (stop - start) * (last - first), of.to_biases[number])
+    weights, inputs = _of(of.to_hidden, number), _of(of.to_inputs, number)
+    _add_weights(to_states, stride, of.before[start:stop], weights, room, first, last)
+    _add_weights(to_inputs, stride, of.x[start:stop], inputs, room, first, last)
     if of.dx.shape[0]:
         _to_inputs(to_inputs, stride, of.inputs, of.dx[start:stop], room, first, last)
+
+
+@inlined  # type: ignore[untyped-decorator]
+def _of(sums: tuple[Reals, Reals], number: int) -> Any:
+    count = len(sums[0])
+    return sums[0][number] if number < count else sums[1][number - count]
 
 
 @compiled  # type: ignore[untyped-decorator]

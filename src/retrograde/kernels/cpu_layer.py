@@ -24,7 +24,7 @@ from retrograde.kernels.cpu import ELEMENT_WORK, starts_of
 from retrograde.kernels.lanes import LANES
 from retrograde.kernels.meeting import Counts, bounds_of_units, parts_of_units, share_or_meet
 from retrograde.kernels.products import linear
-from retrograde.kernels.team import parts_for, share
+from retrograde.kernels.team import numbered, parts_for, share
 from retrograde.kernels.tiles import panels, whole_vectors
 
 State = tuple[Tensor, ...]
@@ -71,9 +71,9 @@ class Forward:
         c = state[1] if kind == "LSTM" else none.flatten(0, 1)
         given = [t.numpy() for t in (gates, outputs, before, *self.fixed, state[0], c)]
         given += [*starts_of(resets, self.sums)[:2], self.sums.numpy(), self.units]
-        loop = functools.partial(cpu_states.run, GATES[kind], kind == "RNN_RELU", *given)
         parts = parts_for(len(state[0]), len(x) * self.work)
-        share_or_meet(loop, parts, 0 if resets is not None else len(self.units) - 1)
+        many = 0 if resets is not None else len(self.units) - 1
+        share_or_meet(cpu_states.run, parts, many, GATES[kind], kind == "RNN_RELU", *given)
 
 
 class ForwardInPlace(Forward):
@@ -130,6 +130,7 @@ class Backward:
         rows, numbers = hidden.shape[0], _ROW[weights.kind] * size
         work = steps * samples * rows * (2 * size + width)
         self.parts = parts_for(samples, work)
+        self.numbered = numbered(self.parts)
         each = max(last - first for first, last in self.parts)
         self.read = [_readable(w, each).numpy() for w in (weights.inputs, hidden)]
         self.direct = {
@@ -142,10 +143,7 @@ class Backward:
             "biases": (numbers,),
         }
         self.sums = {
-            name: [
-                totals[name] if number == 0 and self.direct.get(name) else hidden.new_zeros(shape)
-                for number in range(len(self.parts))
-            ]
+            name: hidden.new_zeros(len(self.parts) - self.direct.get(name, False), *shape)
             for name, shape in shapes.items()
         }
         numbers_between = max(  # a thread with fewer samples may have more rows
@@ -153,7 +151,12 @@ class Backward:
             for first, last in self.parts
         )
         room = hidden.new_empty(len(self.parts), numbers_between)
-        self.own = [[t.numpy() for t in own] for own in zip(*self.sums.values(), room, strict=True)]
+        own = {name: sums.numpy() for name, sums in self.sums.items()}
+        twice = [
+            (totals[name][None].numpy() if self.direct.get(name) else own[name][:0], own[name])
+            for name in ("inputs", "hidden")
+        ]
+        self.own = *twice, own["biases"], room.numpy()
 
     def add(self, block: Block, dy: Tensor | None, g: Tensor, dx: Tensor | None) -> Tensor:
         """Backpropagate a block.
@@ -174,23 +177,15 @@ class Backward:
         shared = [block.x.contiguous().numpy(), block.before.contiguous().numpy()]
         losses = (absent if dy is None else dy).contiguous().numpy()
         starts, _, to_entry = starts_of(block.resets, g)
-        arrays = [*shared, *self.read, losses, g.numpy(), starts, to_entry]
-        arrays.append((absent if dx is None else dx).contiguous().numpy())
-
-        def loop(first: int, last: int) -> None:
-            own = self.own[self.parts.index((first, last))]
-            self.kernel(*given, cpu_backward.BackwardArrays(*arrays, *own), first, last)
-
-        share(loop, self.parts)
+        to_x = (absent if dx is None else dx).contiguous().numpy()
+        arrays = *shared, *self.read, losses, g.numpy(), starts, to_entry, to_x, *self.own
+        share(self.kernel, self.numbered, *given, cpu_backward.BackwardArrays(*arrays))
         return g
 
     def finish(self) -> None:
         """Add the sums of all threads to the totals, and set the sums to zero."""
-        for first, *others in self.sums.values():
-            for other in others:
-                first += other
         kind, size, totals = self.weights.kind, self.weights.size, self.totals
-        inputs, hidden, biases = (first for first, *_ in self.sums.values())
+        inputs, hidden, biases = map(self._sum, self.sums)
         if not self.direct["inputs"]:
             totals["inputs"] += inputs[:, : totals["inputs"].shape[1]]
         if kind == "GRU":  # the rows of the sums are m, r, z, n
@@ -204,9 +199,15 @@ class Backward:
             if gru:
                 biases = torch.cat([biases[size : 3 * size], biases[:size]])
             totals["bias_hidden"] += biases
-        for name, (first, *others) in self.sums.items():
-            for part in others if self.direct.get(name) else (first, *others):
-                part.zero_()
+        for sums in self.sums.values():
+            sums.zero_()
+
+    def _sum(self, name: str) -> Tensor:
+        """Return the sum of all threads. It is in the array of the first, or in the total."""
+        sums = list(self.sums[name])
+        first, *others = [self.totals[name], *sums] if self.direct.get(name) else sums
+        total: Tensor = functools.reduce(Tensor.add_, others, first)
+        return total
 
 
 # Gate gradients in a row, in multiples of H. A GRU has four: those of m = U_n h + b, r, z and n.
@@ -226,8 +227,7 @@ def _loop(weights: Weights) -> tuple[Any, list[Any], Tensor]:
         case "LSTM":
             return cpu_backward.backward_lstm, [], weights.hidden
         case _:
-            relu = weights.kind == "RNN_RELU"
-            return functools.partial(cpu_backward.backward_rnn, relu), [], weights.hidden
+            return cpu_backward.backward_rnn, [weights.kind == "RNN_RELU"], weights.hidden
 
 
 def _kept(kind: Kind, block: Block) -> list[Tensor]:
@@ -273,5 +273,5 @@ def recall(
     linear(before.flatten(0, 1), weights.hidden, None, gates.flatten(0, 1), add=True)
     arrays = gates.numpy(), cells.numpy(), c.numpy(), *starts_of(resets, c)[:2]
     parts = parts_for(before.shape[1], before.numel() * ELEMENT_WORK)
-    share(functools.partial(cpu_states.run_cells, *arrays), parts)
+    share(cpu_states.run_cells, parts, *arrays)
     return Kept(gates, cells)

@@ -1,6 +1,5 @@
 """Dropout by a hash: the compiled loop of :mod:`retrograde.recurrent.dropout` on a CPU."""
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -29,10 +28,8 @@ def drop(x: Tensor, seed: int, p: float, start: int) -> Tensor:
     limit = np.uint32(min(round(p * 2**32), 2**32 - 1))
     flat = x.view(rows, width).numpy(), out.view(rows, width).numpy()
     keep = flat[0].dtype.type(1 - p)
-    loop = functools.partial(
-        _drop, *flat, np.uint64(seed % 2**64), keep, limit, np.uint64(start), np.uint64(samples)
-    )
-    share(loop, ranges(rows, 1 + x.numel() // _ROW_WORK))
+    of_call = np.uint64(seed % 2**64), keep, limit, np.uint64(start), np.uint64(samples)
+    share(_drop, ranges(rows, 1 + x.numel() // _ROW_WORK), *flat, *of_call)
     return out
 
 
@@ -46,16 +43,9 @@ def _mixed(z: Any) -> Any:
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def _drop(
-    x: NDArray[Any],
-    out: NDArray[Any],
-    seed: Any,
-    keep: Any,
-    limit: Any,
-    start: Any,
-    samples: Any,
-    first: int,
-    last: int,
-) -> None:
+    x: NDArray[Any], out: NDArray[Any], seed: Any, keep: Any, limit: Any, start: Any, samples:
+    Any, first: int, last: int,
+) -> None:  # fmt: skip
     zero = x.dtype.type(0)
     for row in range(first, last):
         number = np.uint64(row)

@@ -118,9 +118,9 @@ def run(
                         store(cells, row + j, cell, rest)
                         state = o * tanh(cell)
                     store(y, at + j, state, rest)
-        if by_units:
+        if by_units and last - first < len(units) - 1:
             meet(meeting, t + 1)
-        else:
+        elif not by_units:
             for j in range(low * size, high * size, LANES):
                 rest = high * size - j
                 store(states, j, load(y, t * numbers + j, rest), rest)

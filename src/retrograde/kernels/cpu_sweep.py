@@ -75,7 +75,7 @@ def sweep(
                         store(known, of_h + size, d * load(kept, at, rest), rest)
                         i, f, n, o = load_four(s, v, size, rest)
                         store_four(s, v, size, rest, d * i, d * f, d * n, x * o)
-        if by_units:
+        if by_units and last - first < len(units) - 1:
             meet(meeting, gates.shape[0] - t)
         for part in range(mine[0], mine[1]):
             low, many, left = mine[2], mine[3] - mine[2], units[part]
@@ -90,27 +90,29 @@ def sweep(
 
 @compiled  # type: ignore[untyped-decorator]
 def sweep_chunks(
-    of: SweepArrays, after: Reals, units: Counts, meeting: Counts, room: Reals, first: int,
-    last: int,
+    of: SweepArrays, after: Reals, units: Counts, meeting: Counts, rooms: Reals, number: int,
+    first: int, last: int,
 ) -> None:  # fmt: skip
     """Sweep chunks first … last − 1, each from the gradient ``after`` it (C, B, n).
 
-    ``units`` has one part, and ``room`` (1, B, W) whole vectors.
+    ``units`` has one part, and each thread's of ``rooms`` (1, B, W) whole vectors.
     """
     for c in range(first, last):
         own = SweepArrays(
             of.gates[c], of.keep[c], of.inner[c], of.losses[c], of.hidden, of.starts, of.to_entry
         )
-        sweep(own, after[c], room, units, False, meeting, 0, after.shape[1])
+        sweep(own, after[c], rooms[number], units, False, meeting, 0, after.shape[1])
 
 
 @compiled  # type: ignore[untyped-decorator]
-def products_state(of: SweepArrays, rows: Reals, room: Reals, first: int, last: int) -> None:
+def products_state(
+    of: SweepArrays, rows: Reals, rooms: Reals, number: int, first: int, last: int
+) -> None:
     """Write the products P, and d, of chunks first … last − 1 to ``rows`` (C, B, H + 1, H).
 
     This is for RNN and GRU.
     """
-    size, hidden = rows.shape[3], of.hidden
+    size, hidden, room = rows.shape[3], of.hidden, rooms[number]
     wide = whole_vectors(size)
     panel, whole = hidden.shape[2], hidden.shape[0] * size * hidden.shape[2]
     jacobian = room[:whole].reshape(hidden.shape[0], size, panel)
@@ -133,13 +135,15 @@ def products_state(of: SweepArrays, rows: Reals, room: Reals, first: int, last: 
 
 
 @compiled  # type: ignore[untyped-decorator]
-def products_lstm(of: SweepArrays, rows: Reals, room: Reals, first: int, last: int) -> None:
+def products_lstm(
+    of: SweepArrays, rows: Reals, rooms: Reals, number: int, first: int, last: int
+) -> None:
     """Write the products P, and d, of an LSTM's chunks to ``rows`` (C, B, 2 H + 1, 2 H).
 
     The chunks are first … last − 1. A step multiplies by the two factors of the Jacobian:
     d = g_c + g_h e; g_h ← d a + g_h (s_o U_o); g_c ← d f.
     """
-    size, hidden = rows.shape[3] // 2, of.hidden
+    size, hidden, room = rows.shape[3] // 2, of.hidden, rooms[number]
     wide = whole_vectors(size)
     whole, count = hidden.shape[0] * size * hidden.shape[2], 2 * size + 1
     a = room[:whole].reshape(hidden.shape[0], size, hidden.shape[2])

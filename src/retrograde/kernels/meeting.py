@@ -16,7 +16,7 @@ from numba import types
 from numpy.typing import NDArray
 
 from retrograde.kernels.lanes import LANES, intrinsic
-from retrograde.kernels.team import Range, enter_team, share, team_size
+from retrograde.kernels.team import Range, share, team_size
 
 #: The type of the bounds of units, and of what :func:`meet` counts.
 Counts = NDArray[np.int64]
@@ -50,36 +50,17 @@ def bounds_of_units(size: int, parts: int) -> tuple[Counts, int]:
     return bounds, int(np.diff(bounds).max())
 
 
-def together(loop: Callable[[Counts, int, int], None], parts: int) -> None:
-    """Call ``loop(meeting, first, last)`` on every part at once, each on a thread of the team.
-
-    If the team is smaller, one thread does all parts. Then nobody is waited for.
-    """
-    meeting = np.array([0, parts, _address_of_yield()])
-
-    def own(number: int, members: int) -> None:
-        try:
-            if members == parts:
-                loop(meeting, number, number + 1)
-            elif number == 0:
-                meeting[1] = 1
-                loop(meeting, 0, parts)
-        except BaseException:
-            meeting[1] = 0  # nobody waits for this thread
-            raise
-
-    enter_team(own, parts)
-
-
-def share_or_meet(loop: Callable[..., None], samples: list[Range], parts: int) -> None:
-    """Call ``loop(by_units, meeting, first, last)`` for ranges of samples, or for parts of units.
+def share_or_meet(loop: Callable[..., None], samples: list[Range], parts: int, *args: Any) -> None:
+    """Call ``loop(*args, by_units, meeting, *part)`` for ranges of samples, or parts of units.
 
     It is for units if there are several ``parts``.
     """
     if parts > 1:
-        together(functools.partial(loop, True), parts)
+        meeting = np.array([0, parts, _address_of_yield()])
+        every = [(number, number + 1) for number in range(parts)]
+        share(loop, every, *args, True, meeting, alone=(0, parts))
     else:
-        share(functools.partial(loop, False, NOBODY), samples)
+        share(loop, samples, *args, False, NOBODY)
 
 
 @functools.cache

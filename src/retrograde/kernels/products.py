@@ -5,14 +5,13 @@ whoever made it, and write to memory that exists. The terms of a sum are added i
 any number of threads. Small ones, and those on other devices and in other dtypes, are torch's own.
 """
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from retrograde.kernels.lanes import LANES, Reals, compiled, load, store
-from retrograde.kernels.team import Range, ranges, share, share_with_room
+from retrograde.kernels.team import Range, numbered, ranges, share
 from retrograde.kernels.tiles import PANEL, dots, pack, product
 
 #: The rows from which on a product copies what it reads often, a few columns at a time.
@@ -41,13 +40,8 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, *, add: bool 
     else:
         if not add:
             out.copy_(out.new_zeros(()) if bias is None else bias.detach())
-        rows, weights, (count, width) = _array(x).reshape(-1), _array(w.unsqueeze(1)), out.shape
-        sums = out.numpy().reshape(-1)
-
-        def loop(first: int, last: int) -> None:
-            dots(rows, 0, count, weights[first:last], width, sums[first:])
-
-        share(loop, _parts(width, x.numel() * width))
+        arrays = _array(x), _array(w.unsqueeze(1)), out.numpy()
+        share(_few_rows, _parts(len(w), x.numel() * len(w)), *arrays)
 
 
 def times(g: Tensor, w: Tensor, out: Tensor) -> None:
@@ -66,12 +60,17 @@ def add_outer(g: Tensor, x: Tensor, total: Tensor) -> None:
         return
     parts = _parts(g.shape[1], work)
     room = g.new_empty(len(parts), room_of_outer(len(g), g.shape[1], x.shape[1]))
-    share_with_room(functools.partial(_add_outer, _array(g), _array(x), total.numpy()), room, parts)
+    share(_add_outer, numbered(parts), _array(g), _array(x), total.numpy(), room.numpy())
 
 
 def sum_of_rows(g: Tensor) -> Tensor:
     """Return the sum of the rows of g (N, M). On a GPU torch's own takes up to twice its bytes."""
     return g.t().mv(g.new_ones(len(g))) if g.is_cuda else g.sum(0)
+
+
+def threads_with_room(work: int, threads: int) -> int:
+    """Return how many threads copy for products of so many multiplications at most."""
+    return min(threads, 1 + work // _THREAD_WORK) if work > _SMALL else 0
 
 
 def room_of_product(rows: int, terms: int, columns: int, *, turned: bool) -> int:
@@ -107,30 +106,24 @@ def _multiply(
     """Write a @ u + bias, or add a @ u; threads share the rows of the result, or its panels."""
     (rows, columns), terms = out.shape, a.shape[1]
     start = _array(out[0, :0] if bias is None else bias)
-    loop = functools.partial(_product, _array(a), _array(u), turned, start, add, out.numpy())
     numbers = room_of_product(rows, terms, columns, turned=turned)
     wide = numbers > 0 and columns >= rows
     parts = _parts(-(-columns // PANEL) if wide else rows, rows * terms * columns)
-
-    def part(room: Any, first: int, last: int) -> None:
-        if wide:
-            loop(room, 0, rows, first * PANEL, min(last * PANEL, columns))
-        else:
-            loop(room, first, last, 0, columns)
-
-    share_with_room(part, a.new_empty(len(parts), numbers), parts)
+    rooms = a.new_empty(len(parts), numbers).numpy()
+    arrays = _array(a), _array(u), turned, start, add, out.numpy(), rooms
+    share(_product, numbered(parts), wide, *arrays)
 
 
 @compiled  # type: ignore[untyped-decorator]
 def _product(
-    a: Reals, u: Reals, turned: bool, bias: Reals, add: bool, out: Reals, room: Reals, first: int,
-    last: int, left: int, right: int,
+    wide: bool, a: Reals, u: Reals, turned: bool, bias: Reals, add: bool, out: Reals, rooms: Reals,
+    number: int, first: int, last: int,
 ) -> None:  # fmt: skip
-    """Write rows first … last − 1 and columns left … right − 1 of a @ u + bias.
-
-    Without ``room``, these must be all columns.
-    """
-    terms, width, stride = a.shape[1], out.shape[1], u.shape[1]
+    """Write rows first … last − 1 of a @ u + bias or, if it is ``wide``, those of its panels."""
+    terms, (many, width), stride, room = a.shape[1], out.shape, u.shape[1], rooms[number]
+    left, right = 0, width
+    if wide:
+        left, right, first, last = first * PANEL, min(last * PANEL, width), 0, many
     rows, flat, weights = a.reshape(-1), out.reshape(-1), u.reshape(-1)
     each = PANEL if len(room) else right
     for top in range(first, last, _BLOCK):
@@ -152,6 +145,13 @@ def _product(
 
 
 @compiled  # type: ignore[untyped-decorator]
+def _few_rows(x: Reals, w: Reals, out: Reals, first: int, last: int) -> None:
+    """Add columns first … last − 1 of x Wᵀ."""
+    sums = out.reshape(-1)[first:]
+    dots(x.reshape(-1), 0, len(x), w[first:last], out.shape[1], sums)
+
+
+@compiled  # type: ignore[untyped-decorator]
 def _begin(
     bias: Reals, column: int, count: int, out: Reals, width: int, rows: int
 ) -> None:  # fmt: skip
@@ -163,9 +163,11 @@ def _begin(
 
 
 @compiled  # type: ignore[untyped-decorator]
-def _add_outer(g: Reals, x: Reals, total: Reals, room: Reals, first: int, last: int) -> None:
+def _add_outer(
+    g: Reals, x: Reals, total: Reals, rooms: Reals, number: int, first: int, last: int
+) -> None:
     """Add rows first … last − 1 of gᵀ x."""
-    (many, gates), width = g.shape, x.shape[1]
+    (many, gates), width, room = g.shape, x.shape[1], rooms[number]
     flat, given, out = x.reshape(-1), g.reshape(-1), total.reshape(-1)
     copies, aside = len(room) > 0 and width > PANEL, len(room) > 0 and gates > _SIDE
     count = -(-width // PANEL) if copies else 0

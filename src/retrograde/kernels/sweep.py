@@ -37,11 +37,7 @@ CANCELLATION = 100.0
 
 
 def sweep(
-    slopes: Slopes,
-    hidden: Tensor,
-    dy: Tensor | None,
-    g: Tensor,
-    resets: Resets | None = None,
+    slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, resets: Resets | None = None
 ) -> Tensor:
     """Backpropagate a block step by step; return the gradient of the state before it.
 
@@ -59,13 +55,7 @@ def sweep(
     return g
 
 
-def scan(
-    slopes: Slopes,
-    hidden: Tensor,
-    dy: Tensor | None,
-    g: Tensor,
-    chunk: int,
-) -> Tensor:
+def scan(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, chunk: int) -> Tensor:
     """Do the same as :func:`sweep`, by a scan over chunks of ``chunk`` steps.
 
     The first steps, if they fill no chunk, are swept. So is a block whose products cannot be

@@ -28,10 +28,16 @@ from retrograde.kernels.lanes import (
     vector_of,
 )
 
-#: The columns of a panel.
-PANEL = 3 * LANES
+#: The vectors of a panel, and its columns. Wide vectors come in pairs, so layers of 32, 64, …
+#: units have no columns of zeros.
+VECTORS = 2 if LANES == 16 else 3
+PANEL = VECTORS * LANES
 #: The most rows of a tile. Their sums fill most of 16 registers, or of 32 large ones.
 ROWS = 8 if LANES == 16 else 4
+
+# The most vectors of one row that a tile has, and one less, and two less.
+_MOST = 8 if LANES == 16 else 9
+_LAST, _LESS = _MOST - 1, _MOST - 2
 
 _INDEX = ir.IntType(64)
 
@@ -70,16 +76,19 @@ def product(
         at, to, p = start + row * to_row, row * width, 0
         if short:
             _tile(a, at, 0, to_term, u, 0, out, to + full, 0, short, 1, 0)
-        while full - p * PANEL >= 3 * PANEL:
-            _tile(a, at, 0, to_term, u, p, out, to + p * PANEL, 0, LANES, 1, 9)
-            p += 3
+        while full - p * PANEL >= _MOST * LANES:
+            _tile(a, at, 0, to_term, u, p, out, to + p * PANEL, 0, LANES, 1, _MOST)
+            p += _MOST // VECTORS
         left = full - p * PANEL
         vectors = -(-left // LANES)
-        if vectors == 8:  # additions to few sums would wait for one another
-            _tile(a, at, 0, to_term, u, p, out, to + p * PANEL, 0, left - 7 * LANES, 1, 8)
-            p += 3
+        if vectors == _MOST - 1:  # additions to few sums would wait for one another
+            _tile(a, at, 0, to_term, u, p, out, to + p * PANEL, 0, left - _LESS * LANES, 1, _LAST)
+            p = count
         elif vectors >= 6:
             _tile(a, at, 0, to_term, u, p, out, to + p * PANEL, 0, left - 5 * LANES, 1, 6)
+            p += 6 // VECTORS
+        elif vectors >= 4 and VECTORS == 2:
+            _tile(a, at, 0, to_term, u, p, out, to + p * PANEL, 0, left - 3 * LANES, 1, 4)
             p += 2
         while p < count:
             left = full - p * PANEL
@@ -121,7 +130,7 @@ def _in_panel(
     left: int, rows: int,
 ) -> None:  # fmt: skip
     """Add the tile of ``rows`` rows that one panel gives, of which ``left`` columns are in use."""
-    if left > 2 * LANES:
+    if VECTORS == 3 and left > 2 * LANES:
         _tile(a, at, to_row, to_term, u, p, out, to, width, left - 2 * LANES, rows, 3)
     elif left > LANES:
         _tile(a, at, to_row, to_term, u, p, out, to, width, left - LANES, rows, 2)
@@ -392,7 +401,7 @@ class _Tile:
 
     def _column(self, panel: Any, vector: int, to_panel: Any) -> Any:
         """Return where in ``u`` a vector begins; ``vector`` counts from the panel's first one."""
-        panels, rest = divmod(vector, 3)
+        panels, rest = divmod(vector, VECTORS)
         return self._plus(self.builder.mul(self._plus(panel, panels), to_panel), rest * LANES)
 
     def _plus(self, *parts: Any) -> Any:

@@ -15,7 +15,7 @@ from retrograde.kernels import cpu_backward
 from retrograde.kernels.cells import GATES, Kind
 from retrograde.kernels.lanes import LANES
 from retrograde.kernels.meeting import parts_of_units
-from retrograde.kernels.products import room_of_outer, room_of_product
+from retrograde.kernels.products import room_of_outer, room_of_product, threads_with_room
 from retrograde.kernels.tiles import PANEL
 from retrograde.plan.fit import Curve
 
@@ -156,7 +156,7 @@ class Layer:
             numbers += (8 if self.kind == "GRU" else 2) * rows * size + 2 * gates
         if not (self.loops or self.back == "torch"):
             outer = room_of_outer(rows, gates, max(width, size))
-            numbers += max(self._room(rows, width, size, gates), self.threads * outer)
+            numbers += self._room(rows, width, size, gates, outer=outer)
             if not self.at_once:
                 numbers += gates * max(width, size)  # a product, before it is added
         return numbers * self.item
@@ -202,9 +202,11 @@ class Layer:
             return self.drops
         return self.first or self.tracks > 1 or not self.straight
 
-    def _room(self, rows: int, *terms: int) -> int:
+    def _room(self, rows: int, *terms: int, outer: int = 0) -> int:
         """Return the most numbers that products of ``rows`` rows copy at a time."""
-        return self.threads * room_of_product(rows, max(terms), PANEL + 1, turned=True)
+        work = rows * GATES[self.kind] * self.size * max(self.width, self.size)
+        each = max(room_of_product(rows, max(terms), PANEL + 1, turned=True), outer)
+        return threads_with_room(work, self.threads) * each
 
     def _pass(self, rows: int) -> int:
         """Return the numbers that a forward pass allocates."""

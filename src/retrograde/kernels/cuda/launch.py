@@ -119,13 +119,7 @@ class WideSweep:
                 self.replay()
 
 
-def scan(
-    slopes: Slopes,
-    hidden: Tensor,
-    dy: Tensor | None,
-    g: Tensor,
-    chunk: int,
-) -> Tensor:
+def scan(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, chunk: int) -> Tensor:
     """Do the same as :func:`retrograde.kernels.sweep.scan`, for float32, in three launches."""
     length, samples, gates, size = slopes.gates.shape
     assert size <= LARGEST_SIZE

@@ -43,18 +43,9 @@ def _address(table, row: tl.constexpr):
 
 @_compiled
 def step(
-    table,
-    hidden,
-    samples,
-    back,
-    K: tl.constexpr,
-    H: tl.constexpr,
-    TILE: tl.constexpr,
-    DEPTH: tl.constexpr,
-    LOSSES: tl.constexpr,
-    TF32: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    table, hidden, samples, back, K: tl.constexpr, H: tl.constexpr, TILE: tl.constexpr,
+    DEPTH: tl.constexpr, LOSSES: tl.constexpr, TF32: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Backpropagate one step, ``back`` steps before the number in the table.
 
     Program (r, c) computes TILE samples and TILE units of the state before the step. A step before
@@ -109,17 +100,9 @@ def step(
 
 @_compiled
 def finish(
-    gates,
-    inner,
-    dy,
-    states,
-    numbers,
-    samples,
-    K: tl.constexpr,
-    H: tl.constexpr,
-    BLOCK: tl.constexpr,
-    LOSSES: tl.constexpr,
-):
+    gates, inner, dy, states, numbers, samples, K: tl.constexpr, H: tl.constexpr,
+    BLOCK: tl.constexpr, LOSSES: tl.constexpr,
+):  # fmt: skip
     """Turn slopes into gradients of the gates, for BLOCK of the L·B·H numbers of a block."""
     e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     real = e < numbers

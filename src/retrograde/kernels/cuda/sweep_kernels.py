@@ -64,24 +64,10 @@ def _numbers(array, start, H: tl.constexpr, P: tl.constexpr):
 
 @_compiled
 def products(
-    gates,
-    keep,
-    inner,
-    hidden,
-    dy,
-    rows,
-    samples,
-    length,
-    chunks,
-    chunk,
-    K: tl.constexpr,
-    H: tl.constexpr,
-    P: tl.constexpr,
-    ROWS: tl.constexpr,
-    LOSSES: tl.constexpr,
-    TF32: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    gates, keep, inner, hidden, dy, rows, samples, length, chunks, chunk, K: tl.constexpr,
+    H: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, LOSSES: tl.constexpr,
+    TF32: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Compute the products of Jacobians.
 
     Program (c·B + b, r) computes ROWS rows of the product of chunk c and sample b, from row r·ROWS
@@ -154,17 +140,9 @@ def _worst(worst, terms):
 
 @_compiled
 def carry(
-    rows,
-    g,
-    after,
-    sizes,
-    samples,
-    chunks,
-    LSTM: tl.constexpr,
-    H: tl.constexpr,
-    P: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    rows, g, after, sizes, samples, chunks, LSTM: tl.constexpr, H: tl.constexpr,
+    P: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Carry the gradient from the last chunk to the first; program b has sample b.
 
     ``sizes`` (2, B) receives what tells whether products are trusted. The first row has the largest
@@ -217,28 +195,10 @@ def _stacked(hidden, K: tl.constexpr, S: tl.constexpr, H: tl.constexpr, P: tl.co
 
 @_compiled
 def sweep(
-    gates,
-    keep,
-    inner,
-    hidden,
-    dy,
-    after,
-    before,
-    sizes,
-    distrusted,
-    samples,
-    length,
-    chunks,
-    chunk,
-    K: tl.constexpr,
-    S: tl.constexpr,
-    H: tl.constexpr,
-    P: tl.constexpr,
-    LOSSES: tl.constexpr,
-    HELD: tl.constexpr,
-    CHECKED: tl.constexpr,
-    STAGES: tl.constexpr,
-):
+    gates, keep, inner, hidden, dy, after, before, sizes, distrusted, samples, length, chunks,
+    chunk, K: tl.constexpr, S: tl.constexpr, H: tl.constexpr, P: tl.constexpr,
+    LOSSES: tl.constexpr, HELD: tl.constexpr, CHECKED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     """Sweep every chunk; program c·B + b has chunk c of sample b.
 
     Gradients of the gates overwrite the slopes. If ``sizes`` are checked and a sample's products

@@ -25,28 +25,15 @@ _Indices = NDArray[np.signedinteger[Any]]
 
 @compiled  # type: ignore[untyped-decorator]
 def multiply_lanes(
-    first: int,
+    a_ptr: _Ints, a_of: _Ints, a: Reals, a_wide: int, b_ptr: _Ints, b_of: _Ints, b: Reals,
+    b_wide: int, c_ptr: _Ints, c_of: _Ints, c: Reals, samples: int, columns: int, first: int,
     last: int,
-    a_ptr: _Ints,
-    a_of: _Ints,
-    a: Reals,
-    a_wide: int,
-    b_ptr: _Ints,
-    b_of: _Ints,
-    b: Reals,
-    b_wide: int,
-    c_ptr: _Ints,
-    c_of: _Ints,
-    c: Reals,
-    samples: int,
-    sums: Reals,
-) -> None:
+) -> None:  # fmt: skip
     """Write rows first … last − 1 of a·b to ``c``, whose pattern is known.
 
-    If ``c_ptr`` is empty, ``c`` is a full matrix. ``sums`` is scratch memory, a vector for each
-    column.
+    If ``c_ptr`` is empty, ``c`` is a full matrix.
     """
-    columns = len(sums) // LANES
+    sums = np.empty(columns * LANES, c.dtype)
     zero = like(load(sums, 0, LANES), 0)
     whole = len(c_ptr) == 0
     for at in range(0, samples, LANES):
@@ -82,22 +69,11 @@ def multiply_lanes(
 
 @compiled  # type: ignore[untyped-decorator]
 def multiply_one(
-    first: int,
-    last: int,
-    a_ptr: _Ints,
-    a_of: _Ints,
-    a: Reals,
-    b_ptr: _Ints,
-    b_of: _Ints,
-    b: Reals,
-    c_ptr: _Ints,
-    c_of: _Ints,
-    c: Reals,
-    sums: Reals,
-) -> None:
-    """Write rows of a·b to ``c`` for one sample; ``sums`` has a number for each column."""
-    columns = len(sums)
-    whole = len(c_ptr) == 0
+    a_ptr: _Ints, a_of: _Ints, a: Reals, b_ptr: _Ints, b_of: _Ints, b: Reals, c_ptr: _Ints,
+    c_of: _Ints, c: Reals, columns: int, first: int, last: int,
+) -> None:  # fmt: skip
+    """Write rows of a·b to ``c`` for one sample."""
+    sums, whole = np.empty(columns, c.dtype), len(c_ptr) == 0
     for i in range(first, last):
         if a_ptr[i + 1] == a_ptr[i] + 1 and not whole:  # a row of b, scaled
             p = a_ptr[i]
@@ -121,19 +97,49 @@ def multiply_one(
 
 
 @compiled  # type: ignore[untyped-decorator]
-def scale_lanes(
-    first: int,
+def sparse_times_full(
+    ptr: _Ints, of: _Ints, a: Reals, b: Reals, out: Reals, rows: int, columns: int, first: int,
     last: int,
-    ptr: _Ints,
-    of: _Ints,
-    x: Reals,
-    x_wide: int,
-    d: Reals,
-    d_wide: int,
-    by_column: bool,
-    c: Reals,
-    samples: int,
-) -> None:
+) -> None:  # fmt: skip
+    """Write rows of a·b to ``out`` (S, rows · columns), where ``b`` is full.
+
+    The rows of all samples are numbered consecutively. ``a`` (S, nnz) and ``b`` have one row if all
+    samples share it. The columns take the place of samples.
+    """
+    for row in range(first, last):
+        i, own = row // rows, row % rows
+        x, y = a[i % len(a)], b[i % len(b)]
+        apply_lanes(ptr, of, x, 1, y, columns, out[i], own, own + 1)
+
+
+@compiled  # type: ignore[untyped-decorator]
+def full_times_sparse(
+    ptr: _Ints, of: _Ints, a: Reals, b: Reals, out: Reals, rows: int, columns: int, first: int,
+    last: int,
+) -> None:  # fmt: skip
+    """Do the same where ``a`` is full. The rows take the place of samples, each of one row."""
+    inner = len(ptr) - 1
+    ends, each = np.zeros(2, np.int32), np.arange(inner).astype(np.int32)
+    ends[1], none = inner, ends[:0]
+    while first < last:
+        i, row = first // rows, first % rows
+        end = min(rows, row + last - first)
+        part = a[i % len(a)].reshape(rows, inner)[row:end]
+        turned = np.ascontiguousarray(part.T).reshape(-1)
+        found = np.empty((columns, end - row), out.dtype)
+        multiply_lanes(
+            ends, each, turned, end - row, ptr, of, b[i % len(b)], 1, none, none,
+            found.reshape(-1), end - row, columns, 0, 1,
+        )  # fmt: skip
+        out[i].reshape(rows, columns)[row:end] = found.T
+        first += end - row
+
+
+@compiled  # type: ignore[untyped-decorator]
+def scale_lanes(
+    ptr: _Ints, of: _Ints, x: Reals, x_wide: int, d: Reals, d_wide: int, by_column: bool, c: Reals,
+    samples: int, first: int, last: int,
+) -> None:  # fmt: skip
     """Write diag(d)·x, or x·diag(d) if ``by_column``, to ``c`` for rows first … last − 1."""
     for i in range(first, last):
         for p in range(ptr[i], ptr[i + 1]):
@@ -147,7 +153,7 @@ def scale_lanes(
 
 @compiled  # type: ignore[untyped-decorator]
 def scale_one(
-    first: int, last: int, ptr: _Ints, of: _Ints, x: Reals, d: Reals, by_column: bool, c: Reals
+    ptr: _Ints, of: _Ints, x: Reals, d: Reals, by_column: bool, c: Reals, first: int, last: int
 ) -> None:
     """Write diag(d)·x, or x·diag(d) if ``by_column``, to ``c`` for one sample."""
     for i in range(first, last):
@@ -157,16 +163,9 @@ def scale_one(
 
 @compiled  # type: ignore[untyped-decorator]
 def apply_lanes(
-    first: int,
+    ptr: _Ints, of: _Ints, a: Reals, a_wide: int, x: Reals, samples: int, out: Reals, first: int,
     last: int,
-    ptr: _Ints,
-    of: _Ints,
-    a: Reals,
-    a_wide: int,
-    x: Reals,
-    samples: int,
-    out: Reals,
-) -> None:
+) -> None:  # fmt: skip
     """Write rows of a·x to ``out`` (rows, S), for x (columns, S)."""
     for i in range(first, last):
         for at in range(0, samples, LANES):
@@ -183,7 +182,7 @@ def apply_lanes(
 
 
 @compiled  # type: ignore[untyped-decorator]
-def apply_one(first: int, last: int, ptr: _Ints, of: _Ints, a: Reals, x: Reals, out: Reals) -> None:
+def apply_one(ptr: _Ints, of: _Ints, a: Reals, x: Reals, out: Reals, first: int, last: int) -> None:
     """Write rows of a·x to ``out`` for one sample."""
     for i in range(first, last):
         total = out.dtype.type(0)
@@ -193,7 +192,7 @@ def apply_one(first: int, last: int, ptr: _Ints, of: _Ints, a: Reals, x: Reals, 
 
 
 @compiled  # type: ignore[untyped-decorator]
-def take(first: int, last: int, x: Reals, places: _Ints, out: Reals) -> None:
+def take(x: Reals, places: _Ints, out: Reals, first: int, last: int) -> None:
     """Write x at ``places`` to ``out``."""
     for p in range(first, last):
         out[p] = x[places[p]]
@@ -201,15 +200,9 @@ def take(first: int, last: int, x: Reals, places: _Ints, out: Reals) -> None:
 
 @compiled  # type: ignore[untyped-decorator]
 def kron(
-    first: int,
-    last: int,
-    left_ptr: _Indices,
-    left: _Indices,
-    right_ptr: _Indices,
-    right: _Indices,
-    scale: int,
-    out: _Indices,
-) -> None:
+    left_ptr: _Indices, left: _Indices, right_ptr: _Indices, right: _Indices, scale: int,
+    out: _Indices, first: int, last: int,
+) -> None:  # fmt: skip
     """Write left·scale + right to ``out`` for the entries of a Kronecker product.
 
     The rows first … last − 1 are those of the left factor.
@@ -227,22 +220,14 @@ def kron(
 
 @compiled  # type: ignore[untyped-decorator]
 def find_columns(
-    first: int,
-    last: int,
-    left_ptr: _Indices,
-    left: _Indices,
-    right_ptr: _Indices,
-    right: _Indices,
-    seen: _Indices,
-    ptr: _Indices,
-    indices: _Indices,
-) -> None:
+    left_ptr: _Indices, left: _Indices, right_ptr: _Indices, right: _Indices, columns: int,
+    ptr: _Indices, indices: _Indices, first: int, last: int,
+) -> None:  # fmt: skip
     """Write the columns of each row i of a product to ``indices`` from ``ptr[i]`` on, ascending.
 
-    If ``indices`` is empty, they are counted instead, into ``ptr[i + 1]``. ``seen`` starts with a
-    −1 for each column.
+    If ``indices`` is empty, they are counted instead, into ``ptr[i + 1]``.
     """
-    counting = len(indices) == 0
+    counting, seen = len(indices) == 0, np.full(columns, -1, np.int32)
     for i in range(first, last):
         begin = 0 if counting else ptr[i]
         at = begin
@@ -269,17 +254,9 @@ def find_columns(
 
 @compiled  # type: ignore[untyped-decorator]
 def land(
-    left_ptr: _Indices,
-    left: _Indices,
-    right_ptr: _Indices,
-    right: _Indices,
-    ptr: _Indices,
-    indices: _Indices,
-    place: _Indices,
-    ends: _Indices,
-    lefts: _Indices,
-    rights: _Indices,
-) -> None:
+    left_ptr: _Indices, left: _Indices, right_ptr: _Indices, right: _Indices, ptr: _Indices,
+    indices: _Indices, place: _Indices, ends: _Indices, lefts: _Indices, rights: _Indices,
+) -> None:  # fmt: skip
     """List the terms of each entry of a product.
 
     A term is an entry of the left factor times one of the right factor. Their numbers go to

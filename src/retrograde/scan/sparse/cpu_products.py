@@ -14,7 +14,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retrograde.kernels.lanes import LANES
 from retrograde.kernels.pages import in_large_pages
 from retrograde.kernels.team import Range, share
 from retrograde.scan.sparse import cpu_loops as loops
@@ -36,20 +35,12 @@ def multiply(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tensor:
     (ours, ours_wide), (theirs, theirs_wide) = _side_by_side(a), _side_by_side(b)
     (out, _), columns = _side_by_side(found), result.shape[1]
     first_of, then_of = (left.indptr, left.indices), (right.indptr, right.indices)
-
-    def one(first: int, last: int) -> None:
-        sums = np.empty(columns, out.dtype)
-        loops.multiply_one(first, last, *first_of, ours, *then_of, theirs, *of, out, sums)
-
-    def lanes(first: int, last: int) -> None:
-        sums = np.empty(columns * LANES, out.dtype)
-        loops.multiply_lanes(
-            first, last, *first_of, ours, ours_wide, *then_of, theirs, theirs_wide, *of, out,
-            samples, sums,
-        )  # fmt: skip
-
-    work = left.product(right).terms * samples
-    share(one if samples == 1 else lanes, _pieces(left.shape[0], work))
+    pieces = _pieces(left.shape[0], left.product(right).terms * samples)
+    if samples == 1:
+        share(loops.multiply_one, pieces, *first_of, ours, *then_of, theirs, *of, out, columns)
+    else:
+        factors = *first_of, ours, ours_wide, *then_of, theirs, theirs_wide
+        share(loops.multiply_lanes, pieces, *factors, *of, out, samples, columns)
     return found
 
 
@@ -61,14 +52,11 @@ def scale(pattern: Pattern, values: Tensor, diagonal: Tensor, by_column: bool) -
     samples, found = _room(pattern.nnz, values, diagonal)
     x, d, (out, _) = _side_by_side(values), _side_by_side(diagonal), _side_by_side(found)
     arrays = pattern.indptr, pattern.indices
-
-    def one(first: int, last: int) -> None:
-        loops.scale_one(first, last, *arrays, x[0], d[0], by_column, out)
-
-    def lanes(first: int, last: int) -> None:
-        loops.scale_lanes(first, last, *arrays, *x, *d, by_column, out, samples)
-
-    share(one if samples == 1 else lanes, _pieces(pattern.shape[0], pattern.nnz * samples))
+    pieces = _pieces(pattern.shape[0], pattern.nnz * samples)
+    if samples == 1:
+        share(loops.scale_one, pieces, *arrays, x[0], d[0], by_column, out)
+    else:
+        share(loops.scale_lanes, pieces, *arrays, *x, *d, by_column, out, samples)
     return found
 
 
@@ -78,14 +66,11 @@ def apply(pattern: Pattern, values: Tensor, x: Tensor) -> Tensor:
     given = x.expand(samples, -1) if samples > 1 else x
     (a, wide), (vector, _), (out, _) = map(_side_by_side, (values, given, found))
     arrays = pattern.indptr, pattern.indices
-
-    def one(first: int, last: int) -> None:
-        loops.apply_one(first, last, *arrays, a, vector, out)
-
-    def lanes(first: int, last: int) -> None:
-        loops.apply_lanes(first, last, *arrays, a, wide, vector, samples, out)
-
-    share(one if samples == 1 else lanes, _pieces(pattern.shape[0], pattern.nnz * samples))
+    pieces = _pieces(pattern.shape[0], pattern.nnz * samples)
+    if samples == 1:
+        share(loops.apply_one, pieces, *arrays, a, vector, out)
+    else:
+        share(loops.apply_lanes, pieces, *arrays, a, wide, vector, samples, out)
     return found
 
 
@@ -94,45 +79,20 @@ def take(weights: Tensor, pattern: Any) -> Tensor:
     found = in_large_pages(weights.new_empty(pattern.nnz))
     x, out, places = weights.numpy(), found.numpy(), pattern.sources
     pieces = _pieces(pattern.nnz, pattern.nnz)
-    share(lambda first, last: loops.take(first, last, x, places, out), pieces)
+    share(loops.take, pieces, x, places, out)
     return found
 
 
 def _multiply_full(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tensor:
     """Multiply where one factor is full. The values of a sample are stored as a matrix."""
-    (rows, inner), columns = left.shape, right.shape[1]
+    rows, columns = left.shape[0], right.shape[1]
     samples, found = _room(rows * columns, a, b, one_by_one=True)
-    ours, theirs = (x.detach().contiguous().expand(samples, -1).numpy() for x in (a, b))
-    out = found.view(samples, -1).numpy()
-    ends, each = np.array([0, inner], np.int32), np.arange(inner, dtype=np.int32)
-
-    def sparse_times_full(i: int, first: int, last: int) -> None:
-        # The columns take the place of samples.
-        arrays = left.indptr, left.indices, ours[i], 1, theirs[i]
-        loops.apply_lanes(first, last, *arrays, columns, out[i])
-
-    def full_times_sparse(i: int, first: int, last: int) -> None:
-        # The rows take the place of samples: each is a matrix of one row.
-        count = last - first
-        turned = ours[i].reshape(rows, inner)[first:last].T.ravel()
-        result = np.empty((columns, count), out.dtype)
-        loops.multiply_lanes(
-            0, 1, ends, each, turned, count, right.indptr, right.indices, theirs[i], 1,
-            _NONE, _NONE, result.ravel(), count, np.empty(columns * LANES, out.dtype),
-        )  # fmt: skip
-        out[i].reshape(rows, columns)[first:last] = result.T
-
-    part = full_times_sparse if left.kind == "full" else sparse_times_full
-
-    def some(first: int, last: int) -> None:
-        while first < last:  # of the rows of all samples, numbered consecutively
-            i, row = divmod(first, rows)
-            end = min(rows, row + last - first)
-            part(i, row, end)
-            first += end - row
-
-    work = left.product(right).terms * samples
-    share(some, _pieces(samples * rows, work))
+    ours, theirs = (torch.atleast_2d(x.detach().contiguous()).numpy() for x in (a, b))
+    pieces = _pieces(samples * rows, left.product(right).terms * samples)
+    loop = loops.full_times_sparse if left.kind == "full" else loops.sparse_times_full
+    of = right if left.kind == "full" else left
+    into = found.view(samples, -1).numpy()
+    share(loop, pieces, of.indptr, of.indices, ours, theirs, into, rows, columns)
     return found
 
 

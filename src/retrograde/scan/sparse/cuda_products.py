@@ -83,20 +83,9 @@ def _read(values, entry, sample, samples, inside, SHARED: tl.constexpr):
 
 @_compiled
 def sums(
-    ends,
-    lefts,
-    rights,
-    a,
-    b,
-    out,
-    entries,
-    samples,
-    OWN: tl.constexpr,
-    A_SHARED: tl.constexpr,
-    B_SHARED: tl.constexpr,
-    ENTRIES: tl.constexpr,
-    SAMPLES: tl.constexpr,
-):
+    ends, lefts, rights, a, b, out, entries, samples, OWN: tl.constexpr, A_SHARED: tl.constexpr,
+    B_SHARED: tl.constexpr, ENTRIES: tl.constexpr, SAMPLES: tl.constexpr,
+):  # fmt: skip
     """Program (p, q) sums the tile of entries from p·ENTRIES on and samples from q·SAMPLES on.
 
     a and b are (their entries, samples), or (their entries,) where samples share them; out is

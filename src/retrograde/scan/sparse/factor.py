@@ -171,7 +171,7 @@ def combined(left: tuple[Ints, Ints], right: tuple[Ints, Ints], scale: int) -> I
 
     rows = len(left[0]) - 1
     out = np.empty(len(left[1]) * len(right[1]), np.int32)
-    share(lambda a, b: kron(a, b, *left, *right, scale, out), ranges(rows, rows))
+    share(kron, ranges(rows, rows), *left, *right, scale, out)
     return out
 
 
@@ -188,17 +188,13 @@ def multiplied(left: Factor, right: Factor, most: int = MOST_ENTRIES) -> Factor:
     from retrograde.scan.sparse.cpu_loops import find_columns
 
     parts = ranges(left.rows, left.rows)
-    arrays = left.indptr, left.indices, right.indptr, right.indices
-
-    def seen() -> Ints:
-        return np.full(right.columns, -1, np.int32)
-
+    arrays = left.indptr, left.indices, right.indptr, right.indices, right.columns
     indptr, indices = np.zeros(left.rows + 1, np.int64), np.empty(0, np.int32)
-    share(lambda a, b: find_columns(a, b, *arrays, seen(), indptr, indices), parts)
+    share(find_columns, parts, *arrays, indptr, indices)
     np.cumsum(indptr, out=indptr)
     _check_entries(int(indptr[-1]), (left.rows, right.columns), most)
     indices = np.empty(indptr[-1], np.int32)
-    share(lambda a, b: find_columns(a, b, *arrays, seen(), indptr, indices), parts)
+    share(find_columns, parts, *arrays, indptr, indices)
     return from_arrays(indptr, indices, (left.rows, right.columns))
 
 
