@@ -137,7 +137,7 @@ def share(loop: Any, parts: Sequence[Part], *args: Any, alone: Part | None = Non
     start, members = _entry() if len(parts) > 1 and not _crew.size else (0, 0)
     if alone is not None:
         parts = [*parts, alone] if start else [alone]
-    if _shared(loop)(start, 0 if alone is None else members, np.array(parts), args):
+    if _shared(loop)(start, 0 if alone is None else members, np.array(parts, np.intp), args):
         raise RuntimeError(f"{loop.__name__} failed on a thread")
 
 
