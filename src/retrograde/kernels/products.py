@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from retrograde.kernels.lanes import LANES, Reals, compiled, load, store
-from retrograde.kernels.team import Range, numbered, ranges, share
+from retrograde.kernels.team import THREAD_WORK, numbered, parts_for, share
 from retrograde.kernels.tiles import PANEL, dots, pack, product
 
 #: The rows from which on a product copies what it reads often, a few columns at a time.
@@ -22,7 +22,6 @@ _SIDE = 16  # the columns of gates that are copied at a time
 # The rows whose factors stay in the last cache while all columns are computed. Of those, the rows
 # whose sums stay in the nearest cache while a panel's terms are added.
 _BLOCK, _STRIP = 512, 32
-_THREAD_WORK = 12_000_000  # the multiplications for which one more thread pays
 _SMALL = 2**21  # the multiplications up to which torch's own products take less time to begin
 
 
@@ -41,7 +40,7 @@ def linear(x: Tensor, w: Tensor, bias: Tensor | None, out: Tensor, *, add: bool 
         if not add:
             out.copy_(out.new_zeros(()) if bias is None else bias.detach())
         arrays = _array(x), _array(w.unsqueeze(1)), out.numpy()
-        share(_few_rows, _parts(len(w), x.numel() * len(w)), *arrays)
+        share(_few_rows, parts_for(len(w), x.numel() * len(w)), *arrays)
 
 
 def times(g: Tensor, w: Tensor, out: Tensor) -> None:
@@ -58,7 +57,7 @@ def add_outer(g: Tensor, x: Tensor, total: Tensor) -> None:
     if not _is_ours(work, g, total) or x.dtype != g.dtype:
         total.addmm_(g.t(), x)
         return
-    parts = _parts(g.shape[1], work)
+    parts = parts_for(g.shape[1], work)
     room = g.new_empty(len(parts), room_of_outer(len(g), g.shape[1], x.shape[1]))
     share(_add_outer, numbered(parts), _array(g), _array(x), total.numpy(), room.numpy())
 
@@ -70,7 +69,7 @@ def sum_of_rows(g: Tensor) -> Tensor:
 
 def threads_with_room(work: int, threads: int) -> int:
     """Return how many threads copy for products of so many multiplications at most."""
-    return min(threads, 1 + work // _THREAD_WORK) if work > _SMALL else 0
+    return min(threads, 1 + work // THREAD_WORK) if work > _SMALL else 0
 
 
 def room_of_product(rows: int, terms: int, columns: int, *, turned: bool) -> int:
@@ -96,10 +95,6 @@ def _array(t: Tensor) -> Any:
     return t.detach().contiguous().numpy()
 
 
-def _parts(count: int, work: int) -> list[Range]:
-    return ranges(count, 1 + work // _THREAD_WORK)
-
-
 def _multiply(
     a: Tensor, u: Tensor, bias: Tensor | None, out: Tensor, *, turned: bool, add: bool
 ) -> None:
@@ -108,7 +103,7 @@ def _multiply(
     start = _array(out[0, :0] if bias is None else bias)
     numbers = room_of_product(rows, terms, columns, turned=turned)
     wide = numbers > 0 and columns >= rows
-    parts = _parts(-(-columns // PANEL) if wide else rows, rows * terms * columns)
+    parts = parts_for(-(-columns // PANEL) if wide else rows, rows * terms * columns)
     rooms = a.new_empty(len(parts), numbers).numpy()
     arrays = _array(a), _array(u), turned, start, add, out.numpy(), rooms
     share(_product, numbered(parts), wide, *arrays)
