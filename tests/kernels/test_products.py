@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from retrograde.kernels import products
+from retrograde.kernels import team
 from retrograde.kernels.products import add_outer, linear, times
 
 ROWS = pytest.mark.parametrize("rows", [1, 5, 127, 128, 515, 1030])
@@ -13,7 +13,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 
 @pytest.fixture(autouse=True)
 def _two_threads(monkeypatch):
-    monkeypatch.setattr(products, "_THREAD_WORK", 1)
+    monkeypatch.setattr(team, "THREAD_WORK", 1)
 
 
 def compare(found, exact, terms):
@@ -51,7 +51,7 @@ def test_bits_do_not_depend_on_threads(rows, monkeypatch):
     x, w, g = torch.randn(rows, 70), torch.randn(200, 70), torch.randn(rows, 200)
     found = []
     for work in (1, 10**12):  # two threads, and one
-        monkeypatch.setattr(products, "_THREAD_WORK", work)
+        monkeypatch.setattr(team, "THREAD_WORK", work)
         out, dx, total = torch.empty(rows, 200), torch.empty(rows, 70), torch.zeros(200, 70)
         linear(x, w, None, out)
         times(g, w, dx)
