@@ -143,7 +143,6 @@ def come(seen, rounds, by_units, counts, first, last):
 @pytest.mark.skipif(not team._entry()[0], reason="torch's team of threads is not reached")
 def test_a_smaller_team_does_all_parts_on_one_thread(monkeypatch):
     """One of the team has no team of its own."""
-    torch.set_num_threads(2)
     found = []
 
     def run(parts):

@@ -44,7 +44,7 @@ class BackwardArrays(NamedTuple):
     starts: NDArray[np.bool_]  # (L, B), true before a step at which a sample begins anew
     to_entry: Reals  # (B, n), receives the sums of the gradients of the states it begins with
     dx: Reals  # (L, B, I), receives the gradients of the inputs; no steps if not wanted
-    # Of each thread, in two arrays, one after the other: what receives the weights' gradients.
+    # What receives the weights' gradients, for each thread. The second array follows the first.
     to_inputs: tuple[Reals, Reals]  # (P, K·H, W)
     to_hidden: tuple[Reals, Reals]  # (P, K·H, W')
     to_biases: Reals  # (P, N)

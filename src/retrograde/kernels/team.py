@@ -115,7 +115,7 @@ def parts_for(count: int, work: int) -> list[Range]:
 
 
 def numbered(parts: list[Range]) -> list[tuple[int, int, int]]:
-    """Return (number, first, last) of the parts, for loops with memory of its own for each."""
+    """Return (number, first, last) of the parts, for loops that have memory for each part."""
     return [(number, *part) for number, part in enumerate(parts)]
 
 
@@ -203,8 +203,8 @@ def _in_team(typing: Any, start: Any, members: Any, parts: Any, loop: Any, args:
         begin, end = (cgutils.alloca_once_value(b, value) for value in (word(0), all_rows))
         with b.if_then(cgutils.is_not_null(b, address)):
             many = b.sub(all_rows, word(1))
-            asked = b.call(b.inttoptr(address, ir.FunctionType(flag, []).as_pointer()), [])
-            is_small = b.icmp_signed("<", b.zext(asked, word), many)
+            came = b.call(b.inttoptr(address, ir.FunctionType(flag, []).as_pointer()), [])
+            is_small = b.icmp_signed("<", b.zext(came, word), many)
             b.store(b.select(is_small, many, word(0)), begin)
             b.store(b.select(is_small, word(1), many), end)
         look, work, done = (b.append_basic_block() for _ in range(3))
@@ -219,7 +219,7 @@ def _in_team(typing: Any, start: Any, members: Any, parts: Any, loop: Any, args:
         context.active_code_library.add_linking_library(found.library)
         callee = context.declare_function(b.module, found.fndesc)
         given = called.return_type, called.args, [*loaded, *part]
-        # Inlined, it would be optimized once more, for a fifth of its speed.
+        # Inlined, it would be optimized once more, and be slower.
         status, _ = context.call_conv.call_function(b, callee, *given, attrs=("noinline",))
         with cgutils.if_unlikely(b, status.is_error):
             b.store(word(1), places[1])
