@@ -21,6 +21,7 @@ from oracles.processes import spawn
 from retrograde.models import lean as lean_module
 from retrograde.models import recipes, tape
 from retrograde.models.cheap import CHEAP
+from retrograde.replay.generators import packed
 
 
 @pytest.fixture(autouse=True)
@@ -180,7 +181,7 @@ def test_each_row_of_the_table_is_tried():
 def test_the_noise_of_a_dropout_is_made_of_its_mask(p, dtype):
     noise = torch.empty(4096, dtype=dtype).bernoulli_(1 - p).div_(1 - p)
     one = torch.ones((), dtype=dtype).div_(1 - p)
-    assert torch.equal(tape._noise(noise.bool().view(torch.uint8), one), noise)
+    assert torch.equal(tape._noise(packed(noise), one, noise.shape), noise)
 
 
 def test_the_noise_of_attention_is_let_go():

@@ -18,7 +18,16 @@ from torch.nn.parameter import is_lazy
 from retrograde.errors import BudgetError, CellError
 from retrograde.machine import now
 from retrograde.models.given import Given, tensors_in
-from retrograde.models.refill import DROPPED, DROPPED_LEAN, KEPT, LEAN, Row, Unit
+from retrograde.models.refill import (
+    DROPPED,
+    DROPPED_LEAN,
+    KEPT,
+    LEAN,
+    NOTED,
+    NOTED_LEAN,
+    Row,
+    Unit,
+)
 from retrograde.models.trials import enter, make_of, parts_of, tensors_of, texts_of, wants_of
 from retrograde.plan.calls import CallSizes, Part, Way, fastest, kept_whole, least, peak_of
 from retrograde.replay.surroundings import Steady, muted_hooks
@@ -30,7 +39,7 @@ from retrograde.units import format_bytes
 
 _MARK_BYTES = 8  # one number, which tells a generator's position before and after a run
 _ROUNDS = 3
-_MORE_SECONDS = 0.1  # a call that takes longer in all ways is not timed apart
+_MORE_SECONDS = 0.1  # a call that takes longer in all ways is timed once
 
 
 class _Leave(torch.autograd.Function):
@@ -73,6 +82,8 @@ class _Phases:
         self.seeds: list[Tensor] = []
         self.like: list[tuple[Any, ...]] = []
         self.for_caller: list[Tensor | None] = []
+        draws = unit.ambient.draws and self.device.type == "cpu"
+        self.order = (*_DRAWS, *_ORDER) if draws else _ORDER
         self.turns = [False, False]
         self.handed, self.hands_on = 0, False
         self.gradients: list[int] = []
@@ -164,6 +175,7 @@ _AGAIN = {KEPT: DROPPED, LEAN: DROPPED_LEAN}  # ways of which both reruns are al
 _TURNED, _FORWARD = -1, -2  # kept, with a turned gradient; and run without a graph
 #: The order of measuring. What the others are compared with comes last, when all kernels were used.
 _ORDER = (_TURNED, DROPPED_LEAN, DROPPED, LEAN, KEPT)
+_DRAWS = (NOTED_LEAN, NOTED)  # before these, where a call draws on a CPU
 
 
 @dataclass
@@ -313,7 +325,7 @@ class Plans:
 def _phases(one: _Phases) -> tuple[list[Callable[[], None]], dict[int, float]]:
     """Return the phases of a call, and the seconds that each way takes, to which a run of the
     phases adds. They are those of forward and backward passes, or of a forward pass alone."""
-    taken = dict.fromkeys((_FORWARD, *_ORDER), 0.0)
+    taken = dict.fromkeys((_FORWARD, *one.order), 0.0)
 
     def clocked(way: int, step: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
@@ -324,7 +336,7 @@ def _phases(one: _Phases) -> tuple[list[Callable[[], None]], dict[int, float]]:
         return run
 
     phases = [one.begin, clocked(_FORWARD, one.advance), one.release_result, one.clear]
-    for way in _ORDER:
+    for way in one.order:
         record = partial(one.record, max(way, KEPT))
         phases += [
             partial(one.begin, turned=way == _TURNED), clocked(way, record), one.release_result,
@@ -336,12 +348,9 @@ def _phases(one: _Phases) -> tuple[list[Callable[[], None]], dict[int, float]]:
 def _seconds(
     phases: Sequence[Callable[[], None]], taken: dict[int, float], repeats: int | None
 ) -> dict[int, float]:
-    """Return the least seconds of some runs of the phases. Those of a long call are of the run that
-    was watched, since watching takes little of them."""
-    if repeats is None and sum(taken.values()) > _MORE_SECONDS:
-        return taken
-    rounds = []
-    for _ in range(repeats or _ROUNDS):
+    """Return the least seconds of some runs of the phases; a long call runs once."""
+    rounds, is_long = [], sum(taken.values()) > _MORE_SECONDS
+    for _ in range(repeats or (1 if is_long else _ROUNDS)):
         taken.update(dict.fromkeys(taken, 0.0))
         for phase in phases:
             phase()
@@ -356,18 +365,20 @@ def _sizes(one: _Phases, found: Sequence[Phase], seconds: dict[int, float]) -> C
     captured = [t for t in one.unit.ambient.capture() if isinstance(t, Tensor)]
     noted = sum(t.nbytes for t in captured if t.is_cuda == on_gpu)  # also held while it runs again
     ways = {}
-    for k, way in enumerate(_ORDER):
+    for k, way in enumerate(one.order):
         first = 5 + 6 * k
         record, less_result, less_state, back = found[first : first + 4]
         last = first + 4  # what is released then is the caller's
         remains = record.growth(before=last) + less_result.growth()
         keeps_output = -less_result.growth() < output
+        drawn = seconds[_FORWARD] + seconds[way] if way in _DRAWS else 0.0
+        again = drawn or seconds[_AGAIN.get(way, way)]
         ways[way] = Way(
             held_bytes=max(0, remains - (output if keeps_output else 0)),
             first_bytes=record.peak() + noted,
             backward_bytes=remains + back.peak(first, last),
             seconds=max(0.0, seconds[way] - seconds[KEPT]),
-            again_seconds=max(seconds[_FORWARD], seconds[_AGAIN.get(way, way)] - seconds[KEPT]),
+            again_seconds=max(seconds[_FORWARD], again - seconds[KEPT]),
             keeps_input=-less_state.growth() < given,
             keeps_output=keeps_output,
             dropped=way in (DROPPED, DROPPED_LEAN),
@@ -378,7 +389,7 @@ def _sizes(one: _Phases, found: Sequence[Phase], seconds: dict[int, float]) -> C
         output_bytes=output,
         forward_bytes=found[1].peak() + noted + _MARK_BYTES,
         forward_seconds=seconds[_FORWARD],
-        ways=tuple(ways[way] for way in (KEPT, LEAN, DROPPED, DROPPED_LEAN)),
+        ways=tuple(ways[way] for way in sorted(set(one.order) - {_TURNED})),
         noted_bytes=noted,
         left_bytes=sum(left.nbytes for left in one.unit.ambient.left),
         turns=tuple(one.turns),

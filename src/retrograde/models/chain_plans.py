@@ -78,7 +78,9 @@ class ChainFit:
     def forward_layers(self) -> int:
         """The number of layers that run forward, each as often as it runs."""
         kept, dropped = Way(0, 0, 0, again_seconds=1.0), Way(0, 0, 0, seconds=1.0, dropped=True)
-        units = [CallSizes(0, 0, 0, 1.0, (kept, kept, dropped, dropped))] * len(self.sizes)
+        noted = Way(0, 0, 0, seconds=1.0, again_seconds=2.0)
+        ways = kept, kept, dropped, dropped, noted, noted
+        units = [CallSizes(0, 0, 0, 1.0, ways)] * len(self.sizes)
         return len(units) + round(seconds_of(units, self.parts))
 
     def __str__(self) -> str:

@@ -26,7 +26,7 @@ from retrograde.models.given import Given, tensors_in, unflatten
 from retrograde.models.lean import lean as lean_pass
 from retrograde.models.tape import LeanTape
 from retrograde.plan.calls import Part
-from retrograde.replay.generators import Source
+from retrograde.replay.generators import KeptDraws, Source, is_alone
 from retrograde.replay.surroundings import Ambient, Trail, autocast_as_now, version
 from retrograde.replay.trees import Tensors
 from retrograde.run.core import unrecorded
@@ -34,8 +34,9 @@ from retrograde.run.core import unrecorded
 State = Sequence[Tensor | None]  # what a call made that the next one is given
 
 #: The ways to keep a call, by their numbers in a plan. A dropped call runs again; when it does,
-#: and it is lean, cheap values are let go.
-KEPT, LEAN, DROPPED, DROPPED_LEAN = range(4)
+#: and it is lean, cheap values are let go. Its random numbers may be noted, so that it need not
+#: draw them again.
+KEPT, LEAN, DROPPED, DROPPED_LEAN, NOTED, NOTED_LEAN = range(6)
 _BEYOND = (
     "create_graph=True: what the gradient's own graph saves is held as in ordinary "
     "backpropagation; the budget does not cover it"
@@ -86,7 +87,7 @@ class _EndedError(BaseException):
 
 
 class Dropped:
-    """One call of a unit. ``lean``: when it runs again, cheap values are let go.
+    """One call of a unit, which is kept in a ``way``.
 
     Args:
         row: the row that has its input, or None if the call holds it.
@@ -94,9 +95,15 @@ class Dropped:
     """
 
     def __init__(
-        self, unit: Unit, given: Given, *, lean: bool, row: "Row | None" = None, number: int = 0
+        self,
+        unit: Unit,
+        given: Given,
+        way: int = DROPPED,
+        row: "Row | None" = None,
+        number: int = 0,
     ) -> None:
-        self.unit, self.lean, self.row, self.number = unit, lean, row, number
+        self.unit, self.way, self.row, self.number = unit, way, row, number
+        self.draws: KeptDraws | None = None
         self.autocast = autocast_as_now(unit.ambient.device)
         self.given, self.spec = [_Argument.of(leaf) for leaf in given.leaves], given.spec
         self.saved: list[ref[Saved]] = []
@@ -107,14 +114,17 @@ class Dropped:
         ambient = unit.ambient
         self.marks, self.then = ambient.steady.marks(), ambient.capture()
         self.moved: tuple[Source, ...] = ()
-        self.trail = Trail(ambient)  # by the number of tensors that were saved
+        # By the number of tensors that were saved; a call begins with all threads that may draw.
+        self.trail = Trail(ambient) if ambient.draws and not is_alone() else None
 
     def run(self, forward: Callable[..., Any], given: Given) -> Any:
         """Run the call, or a part of it, for the first time, in the caller's graph."""
         ours = {id(leaf) for leaf in given.leaves if isinstance(leaf, Tensor)}
-        with saved_tensors_hooks(partial(self._drop, ours), recipes.unpack):  # type: ignore[arg-type]
+        hooks = saved_tensors_hooks(partial(self._drop, ours), recipes.unpack)  # type: ignore[arg-type]
+        with hooks, self.noting():
             result = forward(*given.args, **given.kwargs)
-        self.trail.arrive(len(self.saved))
+        if self.trail is not None:
+            self.trail.arrive(len(self.saved))
         self.moved += self.unit.ambient.steady.changes(self.marks, f"layer {self.unit.name}")
         if any(one.is_overwritten() for one in self.given):
             raise CellError(
@@ -123,10 +133,22 @@ class Dropped:
             )
         return result
 
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note what is drawn in a block, if the way asks for it and nothing is noted yet."""
+        if self.draws is not None or self.way not in (NOTED, NOTED_LEAN):
+            yield
+            return
+        self.draws = KeptDraws()
+        with self.draws:
+            yield
+        self.draws.end()
+
     def _drop(self, ours: set[int], t: Tensor) -> Any:
         if _is_free(t, ours):
             return recipes.Versioned(t, t._version)
-        self.trail.arrive(len(self.saved))
+        if self.trail is not None:
+            self.trail.arrive(len(self.saved))
         saved = Saved(self)
         self.saved.append(ref(saved))
         self.forms.append((t.shape, t.dtype))
@@ -158,17 +180,23 @@ class Dropped:
                 "operation between the forward pass and the backward pass, which recomputes with "
                 "it: expected it to stay as it was; call backward() before optimizer.step()"
             )
-        ambient = self.unit.ambient
+        ambient, draws = self.unit.ambient, self.draws
         with ambient.rerun(self.marks, self.moved, f"layer {self.unit.name}"), self.autocast:
             ambient.restore(self.then)
-            yield
+            with draws.again() if draws is not None and draws.complete else nullcontext():
+                yield
+
+    def _arrive(self, number: int) -> None:
+        """Compare the generators with those of the first run, when it had saved so many tensors."""
+        if self.trail is not None and (self.draws is None or not self.draws.complete):
+            self.trail.arrive(number)
 
     def advance(self, state: State) -> Tensors:
         """Run the call without a graph, and return the tensors of its result."""
         args, kwargs, _ = self._arguments(state)
-        with unrecorded(), self._again():
+        with unrecorded(), self._again(), self.noting():
             result = tensors_in(self.unit.forward(*args, **kwargs))
-            self.trail.arrive(len(self.saved))
+            self._arrive(len(self.saved))
             return result
 
     def refill(self) -> None:
@@ -178,7 +206,7 @@ class Dropped:
         if self.row is not None and self.row.prepare(self):
             return
         state, self.state = self.state, []
-        self.fill(state, lean=self.lean)
+        self.fill(state, lean=self.way in (DROPPED_LEAN, NOTED_LEAN))
 
     def is_filled(self) -> bool:
         """Return whether what it saved is there."""
@@ -199,7 +227,7 @@ class Dropped:
             nonlocal number, ended
             if _is_free(t, ours):
                 return recipes.Versioned(t, t._version)
-            self.trail.arrive(number)
+            self._arrive(number)
             at, number = number, number + 1
             if at >= len(self.forms) or self.forms[at] != (t.shape, t.dtype):
                 raise self._differs()
@@ -218,7 +246,7 @@ class Dropped:
             hooks = saved_tensors_hooks(pack, recipes.unpack)  # type: ignore[arg-type]
             with torch.enable_grad(), self._again(), tape or nullcontext(), hooks:
                 result = self.unit.forward(*args, **kwargs)
-                self.trail.arrive(number)
+                self._arrive(number)
             if number != len(self.forms):
                 raise self._differs()
         except _EndedError:
@@ -324,10 +352,7 @@ class Row:
         if way in (KEPT, LEAN):
             with casts, lean_pass() if way == LEAN else nullcontext():
                 return forward(*given.args, **given.kwargs), None
-        call = Dropped(
-            unit, given,
-            lean=way == DROPPED_LEAN, row=self if grouped else None, number=number,
-        )  # fmt: skip
+        call = Dropped(unit, given, way, self if grouped else None, number)
         with casts:
             result = call.run(forward, given)
         if grouped:
@@ -372,7 +397,7 @@ class Row:
                 state = [] if ends else self._handed(one.stop, tensors_in(result))
                 del result
                 continue
-            call.state, call.lean = state, one.way == DROPPED_LEAN
+            call.state, call.way = state, one.way
             if one is done[-1]:
                 return
             for k in range(one.start, one.stop):

@@ -33,6 +33,7 @@ from retrograde.models.recipes import (
     shape_of,
     unpack,
 )
+from retrograde.replay.generators import packed, unpack_into
 
 #: What a byte is worth, in bytes written by an operation of one pass.
 WORTH = 5.0
@@ -176,31 +177,27 @@ class LeanTape(TorchFunctionMode):
             self._take_back(self._box_of(base.untyped_storage()) if _large(base) else None)
 
     def note_noise(self, node: Any, p: float) -> None:
-        """Let go the noise of a dropout, zeros and one other number: a mask of bytes is enough."""
-        packed = node._raw_saved_other.data
-        box = packed.box if type(packed) is Packed else None
+        """Let go the noise of a dropout, zeros and one other number: a mask of bits is enough."""
+        saved = node._raw_saved_other.data
+        box = saved.box if type(saved) is Packed else None
         noise = box.data if box is not None else None
         if box is None or noise is None or not noise.is_floating_point() or not 0 < p < 1:
             return
         self._settle()
-        if noise.numel() > min(self._credit, noise.nbytes // 2):
+        if not noise.is_cpu or noise.numel() // 8 > self._credit:
             return
         with torch.no_grad():
-            one = torch.ones((), dtype=noise.dtype, device=noise.device).div_(1 - p)
-            mask = noise.bool().view(torch.uint8)  # numbers are converted faster than truth
-            if (p, noise.dtype) not in _NOISES and not torch.equal(_noise(mask, one), noise):
+            one, mask = noise.new_ones(()).div_(1 - p), packed(noise)
+            again = None if (p, noise.dtype) in _NOISES else _noise(mask, one, noise.shape)
+            if again is not None and not torch.equal(again, noise):
                 return
             _NOISES.add((p, noise.dtype))
         at = Box(mask, mask.untyped_storage())
         at.keep(mask)
         self.kept -= box.nbytes - at.nbytes
         box.data = None
-        self._release(
-            box,
-            Recipe(_NOISE, [Packed(at, at.shape), Versioned(one, one._version)], {}, 0, box.nbytes),
-            [at],
-            1,
-        )
+        args = [Packed(at, at.shape), Versioned(one, one._version), noise.shape]
+        self._release(box, Recipe(_NOISE, args, {}, 0, box.nbytes), [at], 1)
 
     def _box_of(self, storage: torch.UntypedStorage) -> Box | None:
         at = self._boxes.get(storage._cdata)
@@ -330,8 +327,8 @@ def _large(tensor: Tensor) -> int:
     return 0 if tensor._is_zerotensor() or tensor.is_quantized else size
 
 
-def _noise(mask: Tensor, one: Tensor) -> Tensor:
-    return mask.to(one.dtype).mul_(one)
+def _noise(mask: Tensor, one: Tensor, shape: torch.Size) -> Tensor:
+    return unpack_into(mask, one.new_empty(shape)).mul_(one)
 
 
 _NOISE = Operation("Dropout", _noise, 1)

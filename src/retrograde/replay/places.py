@@ -9,10 +9,14 @@ value is a place of its own.
 
 import copy
 from abc import ABC, abstractmethod
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import chain, islice
 from operator import is_
+from types import FunctionType, MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -239,6 +243,64 @@ def restore(notes: Notes) -> None:
     for place, seen in notes.items():
         if place.changed(seen):
             place.restore(seen)
+
+
+#: What a :class:`Watch` saw: names and values of some places, how many each has, values of single
+#: names, and what the other places noted.
+Glance = tuple[tuple[Any, ...], tuple[Any, ...], list[int], list[Any], list[Seen]]
+
+
+class Watch:
+    """Places whose values are noted together, and compared by identity first.
+
+    A call looks at a hundred places three times, and hardly ever has one changed. So values are
+    compared place by place only where one differs.
+    """
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self.places, kinds = places, (dict, OrderedDict, list)
+        self._named = [p for p in places if _by_name(p) is not None]
+        rest = [p for p in places if _by_name(p) is None]
+        self._whole = [p for p in rest if type(p.holder) in kinds and not p.but]
+        self._whole = [p for p in self._whole if len(p.holder) < _LONG]
+        self._whole.sort(key=lambda place: isinstance(place.holder, list))  # after the dicts
+        self._rest = [place for place in rest if place not in self._whole]
+        self._held = [place.holder for place in self._whole]
+        self._dicts = [held for held in self._held if isinstance(held, dict)]
+        self._gets = [(_by_name(p), name) for p in self._named for name in p.names or ()]
+
+    def now(self) -> Glance:
+        """Return the present values."""
+        keys = tuple(chain.from_iterable(self._held))  # of lists, their values
+        values = tuple(chain.from_iterable(map(dict.values, self._dicts)))
+        named = [get(name, ABSENT) for get, name in self._gets]  # type: ignore[misc]
+        return keys, values, [*map(len, self._held)], named, [p.note() for p in self._rest]
+
+    def changes(self, then: Glance) -> dict[Slot, Any]:
+        """Return what has changed since, in order, and each value then."""
+        now, (keys, values, lengths, named, rest) = self.now(), then
+        pairs = (now[0], keys), (now[1], values), (now[3], named)
+        notes: Notes = dict(zip(self._rest, rest, strict=True))
+        if now[2] != lengths or not all(all(map(is_, new, old)) for new, old in pairs):
+            heads, found, single = iter(keys), iter(values), iter(named)
+            for place, count in zip(self._whole, lengths, strict=True):
+                names = [*islice(heads, count)]
+                is_dict = isinstance(place.holder, dict)
+                notes[place] = dict(zip(names, found) if is_dict else enumerate(names))  # noqa: B905
+            for place in self._named:
+                seen = {name: next(single) for name in place.names or ()}
+                notes[place] = {k: v for k, v in seen.items() if v is not ABSENT}
+        return changes({place: notes[place] for place in self.places if place in notes})
+
+
+def _by_name(place: Place) -> Callable[[Any, Any], Any] | None:
+    """Return what gets single names of a place, or None if it is not read by these."""
+    if place.names is None or place.but:
+        return None
+    if isinstance(place.holder, FunctionType):
+        return partial(getattr, place.holder)
+    table = vars(place.holder) if isinstance(place.holder, type) else place.holder
+    return table.get if isinstance(table, dict | MappingProxyType) else None
 
 
 class HandsOn:

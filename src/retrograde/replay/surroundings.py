@@ -25,11 +25,11 @@ from retrograde.machine import MEASURING, unpacked
 from retrograde.replay.generators import OwnDraws, Source, draws_python, is_alone
 from retrograde.replay.places import (
     ABSENT,
-    Notes,
+    Glance,
     Place,
     Slot,
     Unreadable,
-    changes,
+    Watch,
     first_named,
     note,
     restore,
@@ -51,7 +51,7 @@ class Marks:
 
     positions: list[Any]
     versions: list[int]
-    notes: Notes
+    glance: Glance
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,12 @@ class Steady:
         return Marks(
             [source.position() for source in self.sources],
             [version(t) for t in self.tensors],
-            note(self.places),
+            self._watch.now(),
         )
+
+    @cached_property
+    def _watch(self) -> Watch:
+        return Watch(self.places)
 
     def changes(self, before: Marks, layer: str | None = None) -> tuple[Source, ...]:
         """Refuse changes since ``before``, since they were not stored for a rerun.
@@ -77,7 +81,7 @@ class Steady:
         Returns generators of torch's that moved, where another thread may have drawn. ``layer``
         names the layer that ran since, if it was not a cell.
         """
-        for name in self._read(changes(before.notes), before):
+        for name in self._read(self._watch.changes(before.glance), before):
             raise _unsteady(layer, f"changed {name}", "assign to it")
         pairs = zip(self.sources, before.positions, strict=True)
         moved = tuple(source for source, then in pairs if source.position() != then)
@@ -94,7 +98,7 @@ class Steady:
         Raises:
             RetrogradeError: something else that a step reads has changed since.
         """
-        changed = changes(then.notes)
+        changed = self._watch.changes(then.glance)
         ours = [slot for slot in changed if slot.key == "training" or slot.place.registered]
         replayed = [(slot, changed[slot], slot.read()) for slot in ours]
         replayed = [one for one in replayed if one[1] is not ABSENT and one[2] is not ABSENT]
