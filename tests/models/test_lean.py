@@ -21,7 +21,7 @@ from oracles.processes import spawn
 from retrograde.models import lean as lean_module
 from retrograde.models import recipes, tape
 from retrograde.models.cheap import CHEAP
-from retrograde.replay.generators import packed
+from retrograde.models.draws import packed
 
 
 @pytest.fixture(autouse=True)

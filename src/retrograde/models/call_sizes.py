@@ -18,16 +18,7 @@ from torch.nn.parameter import is_lazy
 from retrograde.errors import BudgetError, CellError
 from retrograde.machine import now
 from retrograde.models.given import Given, tensors_in
-from retrograde.models.refill import (
-    DROPPED,
-    DROPPED_LEAN,
-    KEPT,
-    LEAN,
-    NOTED,
-    NOTED_LEAN,
-    Row,
-    Unit,
-)
+from retrograde.models.refill import DROPPED, DROPPED_LEAN, KEPT, LEAN, Row, Unit
 from retrograde.models.trials import enter, make_of, parts_of, tensors_of, texts_of, wants_of
 from retrograde.plan.calls import CallSizes, Part, Way, fastest, kept_whole, least, peak_of
 from retrograde.replay.surroundings import Steady, muted_hooks
@@ -82,8 +73,6 @@ class _Phases:
         self.seeds: list[Tensor] = []
         self.like: list[tuple[Any, ...]] = []
         self.for_caller: list[Tensor | None] = []
-        draws = unit.ambient.draws and self.device.type == "cpu"
-        self.order = (*_DRAWS, *_ORDER) if draws else _ORDER
         self.turns = [False, False]
         self.handed, self.hands_on = 0, False
         self.gradients: list[int] = []
@@ -108,7 +97,7 @@ class _Phases:
 
     def advance(self) -> None:
         args, kwargs, _ = self._arguments()
-        with unrecorded():
+        with unrecorded(), self.unit.drawing():
             self.result = self.unit.forward(*args, **kwargs)
         memory = {s.data_ptr(): s.nbytes() for s in _memory(self.state)}
         handed = {s.data_ptr() for s in _memory(tensors_in(self.result))}
@@ -175,7 +164,6 @@ _AGAIN = {KEPT: DROPPED, LEAN: DROPPED_LEAN}  # ways of which both reruns are al
 _TURNED, _FORWARD = -1, -2  # kept, with a turned gradient; and run without a graph
 #: The order of measuring. What the others are compared with comes last, when all kernels were used.
 _ORDER = (_TURNED, DROPPED_LEAN, DROPPED, LEAN, KEPT)
-_DRAWS = (NOTED_LEAN, NOTED)  # before these, where a call draws on a CPU
 
 
 @dataclass
@@ -232,6 +220,10 @@ class Known:
     def least_bytes(self) -> int:
         """The smallest budget; asked once all calls are measured."""
         return min(self.ordinary_bytes, least(self.sizes))
+
+    def is_ordinary(self, plan: tuple[Part, ...]) -> bool:
+        """Return whether a plan is what runs without a budget."""
+        return plan == kept_whole(self.sizes) and not any(one.draws_fast for one in self.units)
 
     def plan(self, memory: int) -> tuple[Part, ...]:
         """Return the fastest plan within a budget.
@@ -325,7 +317,7 @@ class Plans:
 def _phases(one: _Phases) -> tuple[list[Callable[[], None]], dict[int, float]]:
     """Return the phases of a call, and the seconds that each way takes, to which a run of the
     phases adds. They are those of forward and backward passes, or of a forward pass alone."""
-    taken = dict.fromkeys((_FORWARD, *one.order), 0.0)
+    taken = dict.fromkeys((_FORWARD, *_ORDER), 0.0)
 
     def clocked(way: int, step: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
@@ -336,7 +328,7 @@ def _phases(one: _Phases) -> tuple[list[Callable[[], None]], dict[int, float]]:
         return run
 
     phases = [one.begin, clocked(_FORWARD, one.advance), one.release_result, one.clear]
-    for way in one.order:
+    for way in _ORDER:
         record = partial(one.record, max(way, KEPT))
         phases += [
             partial(one.begin, turned=way == _TURNED), clocked(way, record), one.release_result,
@@ -365,20 +357,18 @@ def _sizes(one: _Phases, found: Sequence[Phase], seconds: dict[int, float]) -> C
     captured = [t for t in one.unit.ambient.capture() if isinstance(t, Tensor)]
     noted = sum(t.nbytes for t in captured if t.is_cuda == on_gpu)  # also held while it runs again
     ways = {}
-    for k, way in enumerate(one.order):
+    for k, way in enumerate(_ORDER):
         first = 5 + 6 * k
         record, less_result, less_state, back = found[first : first + 4]
         last = first + 4  # what is released then is the caller's
         remains = record.growth(before=last) + less_result.growth()
         keeps_output = -less_result.growth() < output
-        drawn = seconds[_FORWARD] + seconds[way] if way in _DRAWS else 0.0
-        again = drawn or seconds[_AGAIN.get(way, way)]
         ways[way] = Way(
             held_bytes=max(0, remains - (output if keeps_output else 0)),
             first_bytes=record.peak() + noted,
             backward_bytes=remains + back.peak(first, last),
             seconds=max(0.0, seconds[way] - seconds[KEPT]),
-            again_seconds=max(seconds[_FORWARD], again - seconds[KEPT]),
+            again_seconds=max(seconds[_FORWARD], seconds[_AGAIN.get(way, way)] - seconds[KEPT]),
             keeps_input=-less_state.growth() < given,
             keeps_output=keeps_output,
             dropped=way in (DROPPED, DROPPED_LEAN),
@@ -389,7 +379,7 @@ def _sizes(one: _Phases, found: Sequence[Phase], seconds: dict[int, float]) -> C
         output_bytes=output,
         forward_bytes=found[1].peak() + noted + _MARK_BYTES,
         forward_seconds=seconds[_FORWARD],
-        ways=tuple(ways[way] for way in sorted(set(one.order) - {_TURNED})),
+        ways=tuple(ways[way] for way in (KEPT, LEAN, DROPPED, DROPPED_LEAN)),
         noted_bytes=noted,
         left_bytes=sum(left.nbytes for left in one.unit.ambient.left),
         turns=tuple(one.turns),

@@ -78,9 +78,7 @@ class ChainFit:
     def forward_layers(self) -> int:
         """The number of layers that run forward, each as often as it runs."""
         kept, dropped = Way(0, 0, 0, again_seconds=1.0), Way(0, 0, 0, seconds=1.0, dropped=True)
-        noted = Way(0, 0, 0, seconds=1.0, again_seconds=2.0)
-        ways = kept, kept, dropped, dropped, noted, noted
-        units = [CallSizes(0, 0, 0, 1.0, ways)] * len(self.sizes)
+        units = [CallSizes(0, 0, 0, 1.0, (kept, kept, dropped, dropped))] * len(self.sizes)
         return len(units) + round(seconds_of(units, self.parts))
 
     def __str__(self) -> str:
@@ -133,7 +131,7 @@ class ChainPlans(Plans):
         if kind is None:
             return None
         plan = kind.plan(as_bytes(memory, kind.ordinary_bytes))
-        if plan == kept_whole(kind.sizes):
+        if kind.is_ordinary(plan):
             return None
         row, before, value, made = Row(plan, kind.tied), None, input, list[Tensor | None]()
         still, dropped = kind.still.marks(), []

@@ -21,12 +21,12 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from retrograde.errors import CellError, RetrogradeError
-from retrograde.models import recipes
+from retrograde.models import draws, recipes
 from retrograde.models.given import Given, tensors_in, unflatten
 from retrograde.models.lean import lean as lean_pass
 from retrograde.models.tape import LeanTape
 from retrograde.plan.calls import Part
-from retrograde.replay.generators import KeptDraws, Source, is_alone
+from retrograde.replay.generators import Source, is_alone
 from retrograde.replay.surroundings import Ambient, Trail, autocast_as_now, version
 from retrograde.replay.trees import Tensors
 from retrograde.run.core import unrecorded
@@ -34,9 +34,9 @@ from retrograde.run.core import unrecorded
 State = Sequence[Tensor | None]  # what a call made that the next one is given
 
 #: The ways to keep a call, by their numbers in a plan. A dropped call runs again; when it does,
-#: and it is lean, cheap values are let go. Its random numbers may be noted, so that it need not
-#: draw them again.
-KEPT, LEAN, DROPPED, DROPPED_LEAN, NOTED, NOTED_LEAN = range(6)
+#: and it is lean, cheap values are let go.
+KEPT, LEAN, DROPPED, DROPPED_LEAN = range(4)
+_MANY = 2**16  # numbers of masks that take longer to draw than to look at each function
 _BEYOND = (
     "create_graph=True: what the gradient's own graph saves is held as in ordinary "
     "backpropagation; the budget does not cover it"
@@ -52,12 +52,23 @@ class Unit:
         forward: runs it.
         ambient: the surroundings that it depends on, as a trial found them.
         reads: the parameters and buffers that it reads and does not change.
+        drawn: the numbers of large masks that a call draws on a CPU.
     """
 
     name: str
     forward: Callable[..., Any]
     ambient: Ambient
     reads: Sequence[Tensor]
+    drawn: int = 0
+
+    @property
+    def draws_fast(self) -> bool:
+        """Whether it gains if its masks are drawn fast."""
+        return self.drawn >= _MANY
+
+    def drawing(self) -> Any:
+        """Return the context of its calls, in which masks are drawn fast."""
+        return draws.drawing() if self.draws_fast else nullcontext()
 
 
 class Saved:
@@ -87,7 +98,7 @@ class _EndedError(BaseException):
 
 
 class Dropped:
-    """One call of a unit, which is kept in a ``way``.
+    """One call of a unit. ``lean``: when it runs again, cheap values are let go.
 
     Args:
         row: the row that has its input, or None if the call holds it.
@@ -95,15 +106,9 @@ class Dropped:
     """
 
     def __init__(
-        self,
-        unit: Unit,
-        given: Given,
-        way: int = DROPPED,
-        row: "Row | None" = None,
-        number: int = 0,
+        self, unit: Unit, given: Given, *, lean: bool, row: "Row | None" = None, number: int = 0
     ) -> None:
-        self.unit, self.way, self.row, self.number = unit, way, row, number
-        self.draws: KeptDraws | None = None
+        self.unit, self.lean, self.row, self.number = unit, lean, row, number
         self.autocast = autocast_as_now(unit.ambient.device)
         self.given, self.spec = [_Argument.of(leaf) for leaf in given.leaves], given.spec
         self.saved: list[ref[Saved]] = []
@@ -121,10 +126,9 @@ class Dropped:
         """Run the call, or a part of it, for the first time, in the caller's graph."""
         ours = {id(leaf) for leaf in given.leaves if isinstance(leaf, Tensor)}
         hooks = saved_tensors_hooks(partial(self._drop, ours), recipes.unpack)  # type: ignore[arg-type]
-        with hooks, self.noting():
+        with hooks, self.unit.drawing():
             result = forward(*given.args, **given.kwargs)
-        if self.trail is not None:
-            self.trail.arrive(len(self.saved))
+        self._arrive(len(self.saved))
         self.moved += self.unit.ambient.steady.changes(self.marks, f"layer {self.unit.name}")
         if any(one.is_overwritten() for one in self.given):
             raise CellError(
@@ -133,26 +137,19 @@ class Dropped:
             )
         return result
 
-    @contextmanager
-    def noting(self) -> Iterator[None]:
-        """Note what is drawn in a block, if the way asks for it and nothing is noted yet."""
-        if self.draws is not None or self.way not in (NOTED, NOTED_LEAN):
-            yield
-            return
-        self.draws = KeptDraws()
-        with self.draws:
-            yield
-        self.draws.end()
-
     def _drop(self, ours: set[int], t: Tensor) -> Any:
         if _is_free(t, ours):
             return recipes.Versioned(t, t._version)
-        if self.trail is not None:
-            self.trail.arrive(len(self.saved))
+        self._arrive(len(self.saved))
         saved = Saved(self)
         self.saved.append(ref(saved))
         self.forms.append((t.shape, t.dtype))
         return saved
+
+    def _arrive(self, number: int) -> None:
+        """Note the generators, or compare them, when so many tensors were saved."""
+        if self.trail is not None:
+            self.trail.arrive(number)
 
     def hide(self, made: Sequence[Tensor | None]) -> None:
         """Let go the tensors that the call before made, which the row can compute."""
@@ -180,21 +177,16 @@ class Dropped:
                 "operation between the forward pass and the backward pass, which recomputes with "
                 "it: expected it to stay as it was; call backward() before optimizer.step()"
             )
-        ambient, draws = self.unit.ambient, self.draws
+        ambient = self.unit.ambient
         with ambient.rerun(self.marks, self.moved, f"layer {self.unit.name}"), self.autocast:
             ambient.restore(self.then)
-            with draws.again() if draws is not None and draws.complete else nullcontext():
+            with self.unit.drawing():
                 yield
-
-    def _arrive(self, number: int) -> None:
-        """Compare the generators with those of the first run, when it had saved so many tensors."""
-        if self.trail is not None and (self.draws is None or not self.draws.complete):
-            self.trail.arrive(number)
 
     def advance(self, state: State) -> Tensors:
         """Run the call without a graph, and return the tensors of its result."""
         args, kwargs, _ = self._arguments(state)
-        with unrecorded(), self._again(), self.noting():
+        with unrecorded(), self._again():
             result = tensors_in(self.unit.forward(*args, **kwargs))
             self._arrive(len(self.saved))
             return result
@@ -206,7 +198,7 @@ class Dropped:
         if self.row is not None and self.row.prepare(self):
             return
         state, self.state = self.state, []
-        self.fill(state, lean=self.way in (DROPPED_LEAN, NOTED_LEAN))
+        self.fill(state, lean=self.lean)
 
     def is_filled(self) -> bool:
         """Return whether what it saved is there."""
@@ -350,9 +342,12 @@ class Row:
         apart = self.tied.isdisjoint(unit.reads)
         casts = autocast_as_now(unit.ambient.device) if apart else nullcontext()
         if way in (KEPT, LEAN):
-            with casts, lean_pass() if way == LEAN else nullcontext():
+            with casts, lean_pass() if way == LEAN else nullcontext(), unit.drawing():
                 return forward(*given.args, **given.kwargs), None
-        call = Dropped(unit, given, way, self if grouped else None, number)
+        call = Dropped(
+            unit, given,
+            lean=way == DROPPED_LEAN, row=self if grouped else None, number=number,
+        )  # fmt: skip
         with casts:
             result = call.run(forward, given)
         if grouped:
@@ -397,7 +392,7 @@ class Row:
                 state = [] if ends else self._handed(one.stop, tensors_in(result))
                 del result
                 continue
-            call.state, call.way = state, one.way
+            call.state, call.lean = state, one.way == DROPPED_LEAN
             if one is done[-1]:
                 return
             for k in range(one.start, one.stop):

@@ -32,7 +32,6 @@ from retrograde.models.call_sizes import Known, Plans
 from retrograde.models.given import Given, made_by, tensors_in, tied
 from retrograde.models.refill import Dropped, Row
 from retrograde.models.trials import try_call
-from retrograde.plan.calls import kept_whole
 from retrograde.replay.surroundings import version
 from retrograde.run.transforms import uncompiled
 
@@ -196,7 +195,7 @@ class CalledRow:
         if self.seen is not None or not kind.is_measured:
             return _Pass(self, kind, Row((), kind.tied, partial(kind.late_plan, self.memory)))
         plan = kind.plan(self.memory)
-        return _Pass(self, kind, None if plan == kept_whole(kind.sizes) else Row(plan, kind.tied))
+        return _Pass(self, kind, None if kind.is_ordinary(plan) else Row(plan, kind.tied))
 
     def _measure(
         self, kind: Known, at: int, given: Given, made: Sequence[Tensor | None] | None

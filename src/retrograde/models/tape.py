@@ -22,6 +22,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from retrograde.models.cheap import Operation
+from retrograde.models.draws import packed, unpack_into
 from retrograde.models.recipes import (
     CHANGED,
     KNOWN,
@@ -33,7 +34,6 @@ from retrograde.models.recipes import (
     shape_of,
     unpack,
 )
-from retrograde.replay.generators import packed, unpack_into
 
 #: What a byte is worth, in bytes written by an operation of one pass.
 WORTH = 5.0

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError
+from retrograde.models.draws import drawing
 from retrograde.models.given import Given, made_by, tensors_in, unflatten
 from retrograde.models.refill import Unit
 from retrograde.replay.dry_run import try_out
@@ -50,11 +51,16 @@ def try_call(
     tensors = tensors_in(given.leaves)
     versions = [version(t) for t in tensors]
     anchors: list[ref[Tensor]] = []
+    drawn = 0
 
     def call() -> Any:
+        nonlocal drawn
         args, kwargs, _, anchor = enter(given.leaves, wants_of(given.leaves), given.spec)
         anchors.append(ref(anchor))
-        return forward(*args, **kwargs)
+        with drawing() as draws:
+            result = forward(*args, **kwargs)
+        drawn = 0 if draws is None else draws.drawn
+        return result
 
     trial = try_out(call, layers, device_of(*tensors), tensors_in)
     outputs = tensors_in(trial.value)
@@ -62,7 +68,7 @@ def try_call(
         raise CellError(f"layer {name} is given or returns a sparse tensor: expected dense ones")
     made = made_by(trial.value, tensors)
     tried = Tried(
-        Unit(name, forward, trial.ambient, _reads_of(trial.found, trial.ambient)),
+        Unit(name, forward, trial.ambient, _reads_of(trial.found, trial.ambient), drawn),
         wants=tuple(t.requires_grad for t in outputs),
         is_apart=any(t is not None and t.untyped_storage().nbytes() for t in made),
         writes=versions != [version(t) for t in tensors],

@@ -259,10 +259,7 @@ class _Fastest:
         n, self.size = len(self.calls), level_bytes(self.calls, room)
 
         def column(of: Callable[[CallSizes, Way], Any]) -> NDArray[Any]:
-            most = max(len(call.ways) for call in self.calls)  # the last one again, if fewer
-            ways = [[*call.ways, *[call.ways[-1]] * most][:most] for call in self.calls]
-            pairs = zip(self.calls, ways, strict=True)
-            return np.array([[of(call, way) for way in each] for call, each in pairs])
+            return np.array([[of(call, way) for way in call.ways] for call in self.calls])
 
         def levels(nbytes: Any) -> Any:
             return (nbytes + (0 if is_bound else self.size // 2)) // self.size

@@ -19,14 +19,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from types import FunctionType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -150,163 +147,6 @@ class OwnDraws(TorchDispatchMode):
         pairs = zip(ours, before, strict=True)
         self.drawn.update(source for source, then in pairs if source.position() != then)
         return result
-
-
-#: Numbers that become bits at a time, so that NumPy takes little memory.
-_CHUNK = 2**16
-
-
-def packed(zeros_and_ones: Tensor) -> Tensor:
-    """Return a tensor of zeros and ones on a CPU as bits, in a tensor of bytes."""
-    flat = _whole_numbers(zeros_and_ones.detach().contiguous())
-    bits = torch.empty(-(-len(flat) // 8), dtype=torch.uint8)
-    for at in range(0, len(flat), _CHUNK):
-        some = np.packbits(flat[at : at + _CHUNK] != 0)
-        bits.numpy()[at // 8 :][: len(some)] = some
-    return bits
-
-
-def unpack_into(bits: Tensor, target: Tensor) -> Tensor:
-    """Write the zeros and ones of :func:`packed` into a tensor, and return it."""
-    whole = target if target.is_contiguous() else target.new_empty(target.shape)
-    flat, known = _whole_numbers(whole), bits.numpy()
-    one = _whole_numbers(target.new_ones(1))
-    for at in range(0, len(flat), _CHUNK):
-        some = flat[at : at + _CHUNK]
-        np.multiply(np.unpackbits(known[at // 8 :], count=len(some)), one, out=some)
-    return target if whole is target else target.copy_(whole)
-
-
-def _whole_numbers(t: Tensor) -> Any:
-    """Return the bits of a contiguous tensor's numbers, as whole numbers of NumPy's."""
-    kind = (torch.uint8, torch.int16, torch.int32, torch.int64)[t.itemsize.bit_length() - 1]
-    return t.view(-1).view(kind).numpy()
-
-
-class KeptDraws(TorchFunctionMode):
-    """The random numbers that a call drew on a CPU, for a rerun that takes them from here.
-
-    To draw a mask takes a CPU longer than to multiply by it, up to a hundred times. Its zeros and
-    ones are kept as bits, and a few other numbers as they are. If the call draws anything else,
-    nothing is kept, and ``complete`` is false.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.kept: list[Tensor] = []
-        self.complete = True
-        self._source = _Torch(torch.default_generator)
-        self._position, self._read = self._source.position(), -1  # below zero: nothing is read
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        way = _WAYS.get(func)
-        if way is None:
-            name = getattr(func, "__name__", "")
-            way = _WAYS[func] = "dropout" in name or name in _DRAWING
-        if not way or torch.compiler.is_compiling():
-            return func(*args, **kwargs)
-        if func is functional.multi_head_attention_forward:
-            with self:
-                return _attention(*args, **kwargs)
-        if func is functional.dropout and _is_composed(*args, **kwargs):
-            return self._dropout(*args, **kwargs)
-        with _EachDraw(self):
-            return func(*args, **kwargs)
-
-    def end(self) -> None:
-        """End the call that draws."""
-        self._see()
-        if not self.complete:
-            self.kept = []
-
-    def again(self) -> "KeptDraws":
-        """Return the same numbers, from the first on, for a rerun within a ``with`` block."""
-        self._read = 0
-        return self
-
-    def draw(self, draw: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        """Let an operation draw numbers, or do as if it did."""
-        if self._read >= 0:
-            kept, self._read = self.kept[self._read], self._read + 1
-            if not draw.__name__.partition(".")[0].endswith("_"):
-                return kept.clone()
-            is_mask = kept.dtype is torch.uint8
-            return unpack_into(kept, args[0]) if is_mask else args[0].copy_(kept)
-        self._see()
-        found = draw(*args, **kwargs)
-        self._position = self._source.position()
-        is_mask = draw.__name__.startswith("bernoulli_")
-        self.complete &= found.is_cpu and found.dtype is not torch.uint8
-        self.complete &= (is_mask or found.numel() <= _FEW) and not kwargs.get("generator")
-        if self.complete:
-            self.kept.append(packed(found) if is_mask else found.clone())
-        return found
-
-    def _dropout(
-        self, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
-    ) -> Tensor:
-        """Call the operations that torch's dropout calls on a CPU."""
-        noise = self.draw(Tensor.bernoulli_, torch.empty_like(input), 1 - p).div_(1 - p)
-        return input.mul_(noise) if inplace else input * noise
-
-    def _see(self) -> None:
-        """Note whether numbers were drawn that were not seen."""
-        self.complete = self.complete and self._position == self._source.position()
-
-
-def _is_composed(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
-    """Return whether a dropout draws, and has the bits of operations that are called here."""
-    if type(input) is not Tensor or not (input.is_cpu and training and 0 < p < 1 and len(input)):
-        return False
-    if (p, input.dtype) not in _COMPOSED:
-        before, few = torch.get_rng_state(), torch.linspace(-3, 3, 99, dtype=input.dtype)
-        expected = functional.dropout(few, p)
-        torch.set_rng_state(before)
-        found = few * torch.empty_like(few).bernoulli_(1 - p).div_(1 - p)
-        torch.set_rng_state(before)
-        _COMPOSED[p, input.dtype] = torch.equal(found, expected)
-    return _COMPOSED[p, input.dtype]
-
-
-class _EachDraw(TorchDispatchMode):
-    """Passes each operation that draws to its owner. It takes microseconds for any operation."""
-
-    def __init__(self, owner: KeptDraws) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.owner = owner
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Keep torch from importing its compiler, and from wrapping each call."""
-        return False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        draws = _WAYS.get(func)
-        if draws is None:
-            may_draw = torch.Tag.nondeterministic_seeded in func.tags
-            draws = _WAYS[func] = may_draw and len(func._schema.returns) == 1
-        kwargs = kwargs or {}
-        return self.owner.draw(func, *args, **kwargs) if draws else func(*args, **kwargs)
-
-
-_FEW = 4096  # numbers that are kept as they are
-_WAYS: dict[Any, bool] = {}  # whether a function or an operation may draw
-_COMPOSED: dict[tuple[float, torch.dtype], bool] = {}
-_DRAWING = {
-    "scaled_dot_product_attention", "multi_head_attention_forward", "rrelu", "rrelu_",
-    "bernoulli", "bernoulli_", "rand", "rand_like", "uniform_",
-}  # fmt: skip
-#: The same code, which does not look for modes first. So these see the functions that it calls.
-_attention = FunctionType(
-    functional.multi_head_attention_forward.__code__,
-    {**vars(functional), "has_torch_function": lambda _: False},
-    argdefs=functional.multi_head_attention_forward.__defaults__,
-)
 
 
 class OwnRandom:
