@@ -140,7 +140,8 @@ class Dropped:
     def _drop(self, ours: set[int], t: Tensor) -> Any:
         if _is_free(t, ours):
             return recipes.Versioned(t, t._version)
-        self._arrive(len(self.saved))
+        if self.trail is not None:
+            self.trail.arrive(len(self.saved))
         saved = Saved(self)
         self.saved.append(ref(saved))
         self.forms.append((t.shape, t.dtype))
@@ -219,7 +220,8 @@ class Dropped:
             nonlocal number, ended
             if _is_free(t, ours):
                 return recipes.Versioned(t, t._version)
-            self._arrive(number)
+            if self.trail is not None:
+                self.trail.arrive(number)
             at, number = number, number + 1
             if at >= len(self.forms) or self.forms[at] != (t.shape, t.dtype):
                 raise self._differs()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
 from operator import is_
-from types import FunctionType, MappingProxyType
+from types import CellType, FunctionType, MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -297,10 +297,17 @@ def _by_name(place: Place) -> Callable[[Any, Any], Any] | None:
     """Return what gets single names of a place, or None if it is not read by these."""
     if place.names is None or place.but:
         return None
-    if isinstance(place.holder, FunctionType):
-        return partial(getattr, place.holder)
+    if isinstance(place.holder, FunctionType | CellType):
+        return partial(_attribute, place.holder)
     table = vars(place.holder) if isinstance(place.holder, type) else place.holder
     return table.get if isinstance(table, dict | MappingProxyType) else None
+
+
+def _attribute(holder: Any, name: str, default: Any) -> Any:
+    try:
+        return getattr(holder, name, default)
+    except ValueError:  # a cell that is not bound yet
+        return default
 
 
 class HandsOn:

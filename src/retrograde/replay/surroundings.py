@@ -79,9 +79,11 @@ class Steady:
         """Refuse changes since ``before``, since they were not stored for a rerun.
 
         Returns generators of torch's that moved, where another thread may have drawn. ``layer``
-        names the layer that ran since, if it was not a cell.
+        names the layer that ran since, if it was not a cell. Of one, changed Python values are
+        refused by a rerun alone, since to look at all places takes long.
         """
-        for name in self._read(self._watch.changes(before.glance), before):
+        changed = () if layer else self._watch.changes(before.glance)
+        for name in self._read(changed, before):
             raise _unsteady(layer, f"changed {name}", "assign to it")
         pairs = zip(self.sources, before.positions, strict=True)
         moved = tuple(source for source, then in pairs if source.position() != then)
