@@ -13,6 +13,7 @@ from retrograde.plan.calls import (
     fastest,
     kept_whole,
     least,
+    one_after_the_other,
     peak_of,
     seconds_of,
 )
@@ -56,14 +57,19 @@ def every(calls, i, k):
         for rest in every(calls, i + 1, k):
             yield (Part(i, i + 1, way), *rest)
     for j in range(i + 2, k):
+        if any(call.begins for call in calls[i + 1 : j]):
+            return
         for inner in every(calls, i, j):
             for rest in every(calls, j, k):
                 yield (Part(i, j, 0, inner), *rest)
 
 
 @pytest.mark.parametrize("seed", range(120))
-def test_the_plan_is_the_best_of_all(seed):
+@pytest.mark.parametrize("rows", [1, 2])
+def test_the_plan_is_the_best_of_all(seed, rows):
     calls = drawn(seed)
+    if rows > 1:
+        calls = one_after_the_other([calls[:3], drawn(seed + 1000)[:3], drawn(seed + 2000)[:1]])
     found = [(peak_of(calls, p), seconds_of(calls, p)) for p in every(calls, 0, len(calls))]
     smallest = least(calls)
     assert smallest == min(peak for peak, _ in found)
@@ -85,6 +91,16 @@ def test_a_peak_by_hand():
     assert seconds_of(calls, [Part(0, 1), group, Part(3, 4)]) == 1 + (1 + 1 + 1)
     assert peak_of(calls, [Part(k, k + 1) for k in range(4)]) == 10 + 10 + 60
     assert peak_of([replace(c, left_bytes=3) for c in calls], [Part(0, 1), group, Part(3, 4)]) == 92
+
+
+def test_rows_one_after_the_other_share_their_memory():
+    """While the first goes back, what the second held is free."""
+    ways = Way(40, 50, 60), Way(0, 12, 60, 1.0, dropped=True)
+    row = [CallSizes(10, 10, 12, 1.0, ways)] * 2
+    apart, both = peak_of(row, kept_whole(row)), one_after_the_other([row, row])
+    assert apart == 40 + 10 + 60
+    assert peak_of(both, kept_whole(both)) == 40 + 10 + 40 + apart
+    assert least(both) == 60 + 10  # the first row is one group
 
 
 def test_what_filling_a_call_takes_while_its_group_runs_again():

@@ -37,11 +37,12 @@ from retrograde.errors import BudgetError, CellError
 from retrograde.models.call_order import CallOrder
 from retrograde.models.given import tensors_in
 from retrograde.models.replace_modules import is_chain
-from retrograde.models.rows import RefusedLayerError, release
+from retrograde.models.rows import CalledRow, RefusedLayerError, release
 from retrograde.models.sample_run import (
     Watched,
     WatchedModule,
     WatchedRow,
+    WatchedRows,
     bytes_elsewhere,
     called_in_turn,
     untouched,
@@ -60,7 +61,7 @@ class Share:
 
     Attributes:
         calls: how often a forward pass calls it with something to backpropagate.
-        budget_bytes: its ``memory``.
+        budget_bytes: its ``memory``; of several runs of layers, the peak of each.
         minimum_bytes: its least budget.
         ordinary_bytes: the memory of ordinary backpropagation, of the largest call.
     """
@@ -172,9 +173,9 @@ def budget(model: nn.Module, memory: Memory, sample: Any) -> Division:
     shares = {}
     release(model.modules())
     for one, part in zip(needs, _divide(needs, total), strict=True):
-        one.give(part)
-        calls = sum(one.calls.values())
-        shares[one.name] = Share(calls, part, one.minimum_bytes, one.ordinary_bytes)
+        for each, size in one.give(part):
+            calls = sum(each.calls.values())
+            shares[each.name] = Share(calls, size, each.minimum_bytes, each.ordinary_bytes)
     left = tuple(one.name for one in watched if not one.calls)
     return Division(model, shares, left, total, least, ordinary, refused, elsewhere + useless)
 
@@ -206,15 +207,19 @@ def _watched(
     """
     while True:
         watched: list[Watched] = [*_modules(model), *map(WatchedRow, order.preferred)]
+        events = list[CalledRow]()
         try:
             with untouched(model), torch.enable_grad(), ExitStack() as stack:
                 for one in watched:
                     stack.enter_context(one.watched())
+                    if isinstance(one, WatchedRow):
+                        one.row.events = events
                 elsewhere = bytes_elsewhere(model, sample)
         except RefusedLayerError as refusal:
             refused[refusal.name] = refusal.reason
             order.refuse(type(refusal.layer))
             continue
+        watched = WatchedRows.join(watched, events)
         without = [one for one in watched if one.useless]
         refused |= {one.name: _NO_USE for one in without}
         watched = [one for one in watched if not one.useless]

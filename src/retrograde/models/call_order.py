@@ -162,9 +162,10 @@ class CallOrder:
         self.refused: dict[str, str] = {}  # those that cannot, and the reasons
 
     def runs(self) -> list[Layers]:
-        """Return the runs of at least two calls, the outermost possible; small runs are ignored.
+        """Return the runs of calls, the outermost possible; small runs are ignored.
 
-        Layers may be called several times, if always in the same run. Others divide a run.
+        Layers may be called several times, if always in the same run. Others divide a run. A run
+        of one call is one of no others.
         """
         opened, whole = (
             _runs(self.top, self.ready, large) for large in (_OPENED * self.whole, float("inf"))
@@ -182,7 +183,21 @@ class CallOrder:
                     found.append([])
             found.append([])
         least = _SMALL * self.whole
-        return [run for run in found if len(run) > 1 and sum(c.held for c in run) >= least]
+        found = [run for run in found if len(run) > 1 and sum(c.held for c in run) >= least]
+        taken = {id(call) for run in found for call in run}
+        return found + [[call] for call in self._alone(self.top, taken) if call.held >= least]
+
+    def _alone(self, around: ModuleCall, taken: set[int]) -> Iterator[ModuleCall]:
+        """Yield the outermost calls of several modules that are in no run, and have none within."""
+        for call in around.inside:
+            if id(call) in taken:
+                continue
+            ready = call.name and id(call) in self.ready and self.times[id(call.module)] == 1
+            if not ready or any(id(one) in taken for one in _all(call)):
+                yield from self._alone(call, taken)
+            elif call.inside:
+                call.slot = next(iter(call.given))
+                yield call
 
     def refuse(self, kind: type[nn.Module]) -> None:
         """Leave the layers of a class out of all runs, for one of them was refused."""

@@ -69,7 +69,7 @@ def _draw(state: _Words, at: int, below: np.uint64, words: _Words, out: NDArray[
 def packed(zeros_and_ones: Tensor) -> Tensor:
     """Return a tensor of zeros and other numbers on a CPU as bits, in a tensor of bytes."""
     flat = _whole_numbers(zeros_and_ones.detach().contiguous())
-    bits = torch.empty(-(-len(flat) // 8), dtype=torch.uint8)
+    bits = torch.empty(-(-len(flat) // 8), dtype=torch.uint8, device="cpu")
     for at in range(0, len(flat), _CHUNK):
         some = np.packbits(flat[at : at + _CHUNK] != 0)
         bits.numpy()[at // 8 :][: len(some)] = some
@@ -181,9 +181,9 @@ def _draws_as_torch() -> bool:
     """Return whether masks and generators are the same as torch's own on this machine."""
     generator = torch.Generator().manual_seed(1)
     for p, rows in ((0.1, 9001), (0.5, 2048), (1 / 3, 4097)):
-        torch.randint(9, (1,), generator=generator)  # one word, and masks take two
-        before, ours = generator.get_state(), torch.empty(3, rows).t()
-        theirs = torch.empty(3, rows).t().bernoulli_(p, generator=generator)
+        torch.randint(9, (1,), generator=generator, device="cpu")  # one word, and masks take two
+        before, ours = generator.get_state(), torch.empty(3, rows, device="cpu").t()
+        theirs = torch.empty(3, rows, device="cpu").t().bernoulli_(p, generator=generator)
         after = generator.get_state()
         generator.set_state(before)
         if not _fill(ours.t().view(-1), p, generator) or not torch.equal(ours, theirs):
@@ -198,7 +198,7 @@ def _is_ours(input: Any, p: float = 0.5, training: bool = True, inplace: bool = 
     if not (type(input) is Tensor and _is_large(input) and training and 0 < p < 1):
         return False
     if (p, input.dtype) not in _SAME:
-        mask = torch.arange(99, dtype=input.dtype) % 2
+        mask = torch.arange(99, dtype=input.dtype, device="cpu") % 2
         with _Bernoulli(lambda target, *_, **__: target.copy_(mask)):
             expected = functional.dropout(mask + 3, p)
         _SAME[p, input.dtype] = torch.equal(expected, (mask + 3) * mask.div_(1 - p))

@@ -109,6 +109,7 @@ class CalledRow:
             self.parts += [(k, part) for part in range(stop - start)]
         self.plans, self.tied = Plans(), tied(self.layers)
         self.seen: list[Known] | None = None  # of all passes, during the run on a sample
+        self.events = list[CalledRow]()  # the rows of all calls, in the order of that run
 
     def install(self) -> None:
         """Pass the calls of the layers to this row from now on."""
@@ -117,6 +118,8 @@ class CalledRow:
 
     def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the call of the model that has this number in the row."""
+        if self.seen is not None:
+            self.events.append(self)
         try:
             return self._call(number, args, kwargs)
         except CellError as refusal:

@@ -8,9 +8,10 @@ import random
 import sys
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from itertools import groupby
 from operator import attrgetter
 from typing import Any
 from weakref import ref
@@ -27,6 +28,7 @@ from retrograde.models.call_sizes import Known
 from retrograde.models.given import tensors_in
 from retrograde.models.replace_modules import Budgeted, Swappable, replace_module, twin, wrapped
 from retrograde.models.rows import CalledRow, release
+from retrograde.plan.calls import fastest, kept_whole, least, one_after_the_other, peak_of
 from retrograde.recurrent.weights import last_weights
 from retrograde.replay.generators import sources
 from retrograde.replay.places import Entries
@@ -36,7 +38,7 @@ from retrograde.replay.trial_watch import DrawWatch
 from retrograde.run.transforms import refuse_transforms, uncompiled
 from retrograde.sizes.cache import signature
 
-_USEFUL = 0.9
+_USEFUL, _FEW = 0.9, 1 / 64
 _ALMOST_ONE = 1 - 2**-24
 _DRAWN = (
     "run or are skipped by random numbers: expected the same layers at every call; set the model's "
@@ -56,13 +58,13 @@ class Watched(ABC):
         self.calls: dict[Hashable, int] = {}
         self.sizes: dict[Hashable, tuple[int, int]] = {}
 
-    @abstractmethod
     def watched(self) -> AbstractContextManager[None]:
         """Watch its calls within a block."""
+        return nullcontext()
 
     @abstractmethod
-    def give(self, part: int) -> None:
-        """Give it this part of the budget, in bytes, from now on."""
+    def give(self, part: int) -> "Iterable[tuple[Watched, int]]":
+        """Give it this part of the budget, in bytes, from now on. Return what has a share of it."""
 
     @property
     def minimum_bytes(self) -> int:
@@ -107,9 +109,10 @@ class WatchedModule(Watched):
         self.module = module
         self.twin: Budgeted = self._named(lambda: twin(module))
 
-    def give(self, part: int) -> None:
+    def give(self, part: int) -> Iterable[tuple[Watched, int]]:
         self.twin.memory = part
         replace_module(self.module, self.twin)
+        return [(self, part)]
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -181,13 +184,19 @@ class WatchedRow(Watched):
         super().__init__(run_name(layers), run_name(layers))
         self.row = CalledRow([(c.name, c.module) for c in layers], [c.slot for c in layers])
 
-    def give(self, part: int) -> None:
+    def give(self, part: int) -> Iterable[tuple[Watched, int]]:
         self.row.memory = part
         self.row.install()
+        return [(self, part)]
 
     @property
     def useless(self) -> bool:
         return bool(self.calls) and self.minimum_bytes > _USEFUL * self.ordinary_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """What its calls hold until they go back, but for the last output."""
+        return sum(call.input_bytes + call.ways[0].held_bytes for call in self.kinds[0].sizes)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -195,13 +204,57 @@ class WatchedRow(Watched):
         self.row.install()
         yield
         self.row.seen = None
-        for kind in filter(attrgetter("is_measured"), seen):  # the model ran these to their end
+        self.kinds = [kind for kind in seen if kind.is_measured]  # the model ran these to their end
+        for kind in self.kinds:
             self._seen(id(kind), partial(attrgetter("least_bytes", "ordinary_bytes"), kind))
+
+
+class WatchedRows(Watched):
+    """Runs of layers that the model calls one after the other, once each. They have one plan, since
+    what the later ones held is free when the earlier ones go back."""
+
+    def __init__(self, rows: Sequence[WatchedRow]) -> None:
+        names = ", ".join(one.name for one in rows)
+        super().__init__(names, names)
+        self.rows, self.kinds = rows, [one.kinds[0] for one in rows]
+        self.together = one_after_the_other([kind.sizes for kind in self.kinds])
+        ordinary = peak_of(self.together, kept_whole(self.together))
+        self._seen(0, lambda: (min(ordinary, least(self.together)), ordinary))
+
+    @property
+    def useless(self) -> bool:
+        return self.minimum_bytes > _USEFUL * self.ordinary_bytes
+
+    def give(self, part: int) -> Iterable[tuple[Watched, int]]:
+        """Give each row its share of one plan. Passes of other inputs have budgets of their own."""
+        plan, start = fastest(self.together, part), 0
+        smallest = sum(one.minimum_bytes for one in self.rows)
+        for one, kind in zip(self.rows, self.kinds, strict=True):
+            stop = start + len(kind.sizes)
+            parts = tuple(p.moved(-start) for p in plan if start <= p.start < stop)
+            memory = one.minimum_bytes * part // smallest
+            one.give(memory)
+            kind.plans[memory] = parts
+            start = stop
+            yield one, peak_of(kind.sizes, parts)
+
+    @classmethod
+    def join(cls, watched: Sequence[Watched], events: Sequence[CalledRow]) -> list[Watched]:
+        """Return the parts, with rows in place of each row, if these do not overlap."""
+        rows = {id(one.row): one for one in watched if isinstance(one, WatchedRow)}
+        order = [id(row) for row, _ in groupby(events)]
+        once = all(len(one.kinds) == 1 == sum(one.calls.values()) for one in rows.values())
+        if len(rows) < 2 or not once or len(order) != len(rows):
+            return [*watched]
+        few = _FEW * sum(one.held_bytes for one in rows.values())
+        use = [rows[at] for at in order if rows[at].held_bytes > few]
+        others = [one for one in watched if one not in use]
+        return [*others, cls(use)] if len(use) > 1 else [*others, *use]
 
 
 def run_name(run: Layers) -> str:
     """Return the name of a run of layers."""
-    return f"{run[0].name} … {run[-1].name}"
+    return " … ".join(dict.fromkeys((run[0].name, run[-1].name)))
 
 
 def called_in_turn(model: nn.Module, sample: Any) -> CallOrder:

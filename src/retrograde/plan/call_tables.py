@@ -35,7 +35,7 @@ def _lower(row: _Row, behind: _Row, seconds: np.float32, need: int, held: float)
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def fill(
     after: _Reals, first: _Ints, back: _Ints, more: _Reals, keeps: _Ints, dropped: _Ints,
-    forward: _Reals, given: _Reals, runs: _Ints, noted: _Ints, waits: _Ints,
+    forward: _Reals, given: _Reals, runs: _Ints, until: _Ints, noted: _Ints, waits: _Ints,
     stores: bool, records: bool, best: NDArray[np.float32],
 ) -> None:  # fmt: skip
     """Fill ``best``, of shape (2, rows, levels), by the recurrence.
@@ -44,8 +44,9 @@ def fill(
     shape (2, calls, ways), are what a way holds, and its peaks. ``more`` (3, calls, ways) are the
     seconds of a way outside groups, in one, and at its end. ``keeps`` and ``dropped`` are flags.
     ``forward`` and ``noted`` are sums over the calls before. ``runs`` (calls, calls + 1) are peaks
-    of running calls in turn. ``waits`` is the gradient at each call's end. ``stores`` and
-    ``records`` are those of :class:`~retrograde.plan.calls.Kinds`.
+    of running calls in turn, and ``until`` the last end of a group. ``waits`` is the gradient at
+    each call's end. ``stores`` and ``records`` are those of
+    :class:`~retrograde.plan.calls.Kinds`.
     """
     _, count, ways = more.shape
     levels = best.shape[2]
@@ -56,7 +57,7 @@ def fill(
         for i in range(k - 1, -1, -1):
             here = cell(i, k)
             group[:] = np.inf
-            for j in range(i + 2, k):
+            for j in range(i + 2, min(k, until[i] + 1)):
                 shift = noted[j] - noted[i] if outer else 0
                 need = shift + runs[i, j] + wait
                 seconds = np.float32(0.0 if outer else forward[j] - forward[i])

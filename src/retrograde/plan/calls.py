@@ -82,6 +82,8 @@ class CallSizes:
         backward_seconds: the time of its backward pass, and what recording it takes longer.
         gradient_bytes: of the gradient of its output, which is held while a group runs again.
         apart_bytes: of the memory of a gradient that it hands on, beyond the gradient's own.
+        begins: whether its input is the caller's, not the output of the call before. No group
+            passes it.
     """
 
     input_bytes: int
@@ -98,11 +100,23 @@ class CallSizes:
     backward_seconds: float = 0.0
     gradient_bytes: int = 0
     apart_bytes: int = 0
+    begins: bool = False
 
     def held_back(self, waits: int, copied: int = 0) -> "CallSizes":
         """Return the sizes if the given gradient takes more bytes, or has to be copied."""
         ways = (replace(w, backward_bytes=w.backward_bytes + waits + copied) for w in self.ways)
         return replace(self, ways=tuple(ways), gradient_bytes=self.gradient_bytes + waits)
+
+
+def one_after_the_other(rows: Sequence[Sequence[CallSizes]]) -> list[CallSizes]:
+    """Return the calls of several rows, which run in turn, and go back in the opposite order. The
+    first input and the last output of each are the caller's."""
+    calls = []
+    for row in rows:
+        first = replace(row[0], input_bytes=0, begins=True)
+        calls += [first, *row[1:]]
+        calls[-1] = replace(calls[-1], output_bytes=0)
+    return calls
 
 
 @dataclass(frozen=True)
@@ -125,6 +139,11 @@ class Part:
     stop: int
     way: int = 0
     parts: tuple["Part", ...] = ()
+
+    def moved(self, by: int) -> "Part":
+        """Return the same part of calls that have other numbers."""
+        inside = tuple(part.moved(by) for part in self.parts)
+        return Part(self.start + by, self.stop + by, self.way, inside)
 
 
 def kept_whole(calls: Sequence[CallSizes]) -> tuple[Part, ...]:
@@ -209,6 +228,8 @@ class _Moves:
         self.seconds = np.array([0.0, *accumulate(call.forward_seconds for call in calls)])
         self.noted = np.array([0, *accumulate(call.noted_bytes for call in calls)])
         self.runs = np.zeros((n, n + 1), np.int64)  # peaks of running calls in turn
+        begin = [k for k in range(1, n) if calls[k].begins] + [n]
+        self.until = np.array([next(k for k in begin if k > i) for i in range(n)])  # of a group
         for i in range(n):
             for j in range(i + 1, n + 1):
                 more = calls[j - 1].input_bytes if j - 1 > i else 0
@@ -239,7 +260,8 @@ class _Moves:
 
     def groups(self, i: int, k: int, is_held: int) -> tuple[_Ints, _Ints, NDArray[np.float64]]:
         """Return the ends of groups that begin with call i, what they hold, and least peaks."""
-        js, outer = np.arange(i + 2, k if self.kinds.stores or is_held else 0), k == len(self.calls)
+        outer, last = k == len(self.calls), min(k, self.until[i] + 1)
+        js = np.arange(i + 2, last if self.kinds.stores or is_held else 0)
         waits = 0 if outer else self.calls[k - 1].gradient_bytes
         taken = (0 if is_held else self.calls[i].input_bytes) + (
             self.noted[js] - self.noted[i]
@@ -285,6 +307,7 @@ class _Fastest:
             moves.seconds,
             parts(given[:, 0]),
             levels(moves.runs),
+            moves.until,
             moves.noted // self.size,
             levels(np.array([call.gradient_bytes for call in self.calls])),
             moves.kinds.stores,
