@@ -113,6 +113,27 @@ class Stages(nn.Module):
         return self.fc(self.pool(x).flatten(1))
 
 
+class Forked(nn.Module):
+    """Two loops of blocks, one block between them, and a connection that skips it."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Linear(6, WIDTH)
+        self.first, self.last = (nn.ModuleList(Block(WIDTH, 0.1) for _ in range(4)) for _ in "ab")
+        self.middle = Block(WIDTH, 0.1)
+
+    def forward(self, x):
+        h = self.embed(x)
+        for block in self.first:
+            h = block(h)
+        deep = self.middle(h[:, ::2] * 0.5).repeat_interleave(2, 1)
+        h = h + deep
+        for block in self.last:
+            h = block(h)
+        return h
+
+
 def inputs(batch=16, length=12):
     torch.manual_seed(1)
     return torch.randn(batch, length, 6)
@@ -155,6 +176,47 @@ def working_bytes(model, *given):
     found = rg.measure(call).working_bytes
     model.zero_grad(set_to_none=True)
     return found
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("memory", ["least", "30%", "50%", "70%", "100%"])
+def test_rows_one_after_the_other_have_one_plan(memory):
+    """What the later ones held is free when the earlier ones go back."""
+    plain, model, x = Forked(), Forked(), inputs()
+    least = least_of(model, x)
+    division = rg.budget(model, least if memory == "least" else memory, x)
+    assert [*division.shares] == ["embed … first.3", "middle", "last.0 … last.3"]
+    shares = [*division.shares.values()]
+    assert division.minimum_bytes == least < 0.8 * sum(share.minimum_bytes for share in shares)
+    assert division.ordinary_bytes < sum(share.ordinary_bytes for share in shares)
+    assert max(share.budget_bytes for share in shares) <= division.total_bytes
+    for _ in range(2):
+        same(trained(model, x), trained(plain, x))
+    allowed = division.total_bytes + division.elsewhere_bytes + 3 * x.nbytes * WIDTH // 6
+    assert working_bytes(model, x) <= allowed
+    for other in (inputs(3), inputs(16, 6)):
+        same(trained(model, other), trained(plain, other))
+    if memory not in ("least", "30%"):
+        same(trained(copy.deepcopy(model), x), trained(plain, x))
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("memory", ["40%", "70%"])
+def test_blocks_of_two_loops_that_take_turns(memory):
+    class Turns(Forked):
+        def forward(self, x):
+            h, g = self.embed(x), self.embed(x) * 0.5
+            for first, last in zip(self.first, self.last, strict=True):
+                h, g = first(h), last(g)
+            return h + g
+
+    plain, model, x = Turns(), Turns(), inputs()
+    division = rg.budget(model, memory, x)
+    assert len(division.shares) == 8
+    for _ in range(2):
+        same(trained(model, x), trained(plain, x))
+    allowed = division.total_bytes + division.elsewhere_bytes + 4 * x.nbytes * WIDTH // 6
+    assert working_bytes(model, x) <= allowed
 
 
 def least_of(model, sample):
@@ -376,7 +438,7 @@ def test_frozen_layers_before_the_others_take_part_in_a_group():
     row, _ = vars(ours.embed)["forward"].places[0]
     (known,) = (found.result for found in row.plans.kinds._found.values())
     one = [Part(k, k + 1, 2) for k in range(len(known.sizes))]
-    known.plans[row.memory] = (Part(0, len(one), 0, tuple(one)),)
+    known.plans[row.timeline.memory] = (Part(0, len(one), 0, tuple(one)),)
     same(trained(ours, x), trained(theirs, x))
 
 

@@ -101,7 +101,7 @@ def hugging(
 
     def make(large: bool) -> Case:
         library = import_module("transformers")
-        layers, width, batch, length = (8, 192, 4, 128) if large else SMALL
+        layers, width, batch, length = (8, 256, 4, 256) if large else SMALL
         options = (
             {"use_cache": False, "pad_token_id": 0, "eos_token_id": 1} if config in _TEXT else {}
         )
@@ -132,7 +132,8 @@ def spoken(batch: int, length: int) -> dict[str, Tensor]:
 
 
 def images(batch: int, length: int) -> dict[str, Tensor]:
-    return {"pixel_values": torch.randn(batch, 3, 64, 64)}
+    size = max(64, length)
+    return {"pixel_values": torch.randn(batch, 3, size, size)}
 
 
 def plain_sizes(layers: int, width: int) -> dict[str, Any]:
@@ -156,8 +157,8 @@ def two_halves(layers: int, width: int) -> dict[str, Any]:
 
 def whisper(layers: int, width: int) -> dict[str, Any]:
     return two_halves(layers, width) | {
-        "vocab_size": 100, "num_mel_bins": 16, "max_source_positions": 64,
-        "max_target_positions": 128, "decoder_start_token_id": 1, "bos_token_id": 1,
+        "vocab_size": 100, "num_mel_bins": 16, "max_source_positions": 2 * width,
+        "max_target_positions": 256, "decoder_start_token_id": 1, "bos_token_id": 1,
         "apply_spec_augment": False,  # it draws NumPy's numbers, which the seed does not set
     }  # fmt: skip
 
@@ -194,10 +195,11 @@ def convnext(layers: int, width: int) -> dict[str, Any]:
 
 
 def unet_of_monai(large: bool) -> Case:
-    widths = (16, 32, 64, 128) if large else (4, 8, 16)
+    widths = (32, 64, 128, 256) if large else (4, 8, 16)
     strides = (2,) * (len(widths) - 1)
     net = import_module("monai.networks.nets").UNet(2, 1, 2, widths, strides, num_res_units=2)
-    return Case(net, torch.randn(4 if large else 1, 1, 64, 64), [])
+    size = 128 if large else 64
+    return Case(net, torch.randn(4 if large else 1, 1, size, size), [])
 
 
 def unet_of_smp(large: bool) -> Case:
@@ -205,17 +207,18 @@ def unet_of_smp(large: bool) -> Case:
         "resnet18", encoder_weights=None, in_channels=3, classes=2
     )
     blocks = [*net.encoder.layer1, *net.encoder.layer2, *net.encoder.layer3, *net.decoder.blocks]
-    return Case(net, torch.randn(4, 3, 128 if large else 96, 128 if large else 96), blocks)
+    size = 192 if large else 96
+    return Case(net, torch.randn(4, 3, size, size), blocks)
 
 
 def unet_of_diffusers(large: bool) -> Case:
-    widths = (32, 64, 64) if large else (32, 32)
+    widths, size = ((64, 128, 128), 64) if large else ((32, 32), 32)
     net = import_module("diffusers").UNet2DModel(
-        sample_size=32, block_out_channels=widths, layers_per_block=2, norm_num_groups=8,
+        sample_size=size, block_out_channels=widths, layers_per_block=2, norm_num_groups=8,
         down_block_types=("DownBlock2D",) * len(widths),
         up_block_types=("UpBlock2D",) * len(widths),
     )  # fmt: skip
-    sample = {"sample": torch.randn(4 if large else 1, 3, 32, 32), "timestep": torch.tensor(3)}
+    sample = {"sample": torch.randn(4 if large else 1, 3, size, size), "timestep": torch.tensor(3)}
     return Case(net, sample, [*net.down_blocks, *net.up_blocks])
 
 
@@ -245,7 +248,8 @@ MODELS: dict[str, Callable[[bool], Case]] = {
     "transformers Whisper": hugging(
         "WhisperModel", "WhisperConfig", whisper, ("encoder.layers", "decoder.layers"),
         lambda b, t: {
-            "input_features": torch.randn(b, 16, 128), "decoder_input_ids": ids(b, min(t, 128))
+            "input_features": torch.randn(b, 16, 128 if t == SMALL[3] else 4 * t),
+            "decoder_input_ids": ids(b, t),
         },
     ),
     "transformers Wav2Vec2": hugging(

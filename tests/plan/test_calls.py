@@ -99,8 +99,8 @@ def test_rows_one_after_the_other_share_their_memory():
     row = [CallSizes(10, 10, 12, 1.0, ways)] * 2
     apart, both = peak_of(row, kept_whole(row)), one_after_the_other([row, row])
     assert apart == 40 + 10 + 60
-    assert peak_of(both, kept_whole(both)) == 40 + 10 + 40 + apart
-    assert least(both) == 60 + 10  # the first row is one group
+    assert peak_of(both, kept_whole(both)) == (40 + 10 + 40) + 10 + apart
+    assert least(both) == 10 + 60 + 10  # the first row is one group
 
 
 def test_what_filling_a_call_takes_while_its_group_runs_again():

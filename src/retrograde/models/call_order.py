@@ -167,9 +167,8 @@ class CallOrder:
         Layers may be called several times, if always in the same run. Others divide a run. A run
         of one call is one of no others.
         """
-        opened, whole = (
-            _runs(self.top, self.ready, large) for large in (_OPENED * self.whole, float("inf"))
-        )
+        much = _OPENED * self.whole
+        opened, whole = (_runs(self.top, self.ready, large, much) for large in (much, float("inf")))
         runs = min(whole, opened, key=self._least)
         alike: dict[Hashable, list[Layers]] = defaultdict(list)
         for run in runs:
@@ -216,8 +215,9 @@ class CallOrder:
         return self.refused | told
 
 
-def _runs(around: ModuleCall, ready: set[int], large: float) -> list[Layers]:
-    """Return the runs among the calls within one call, the outermost possible."""
+def _runs(around: ModuleCall, ready: set[int], large: float, much: float) -> list[Layers]:
+    """Return the runs among the calls within one call, the outermost possible. A call that holds a
+    ``large`` part of the model's bytes, or stands alone and holds ``much``, is opened."""
     found: list[Layers] = []
     current: Layers = []
 
@@ -225,7 +225,9 @@ def _runs(around: ModuleCall, ready: set[int], large: float) -> list[Layers]:
         if len(current) > 1:
             found.append(current[:])
         elif current:
-            found.extend(_runs(current[0], ready, large))
+            within = _runs(current[0], ready, large, much)
+            opens = current[0].held > much or _is_better(within, current[0])
+            found.extend(within if opens else [])
         current.clear()
 
     calls = _opened(around, ready)
@@ -234,10 +236,10 @@ def _runs(around: ModuleCall, ready: set[int], large: float) -> list[Layers]:
         if current and rides(call.module) and {call.given.get(0)} == current[-1].made:
             current.append(call)
             continue
-        within = _runs(call, ready, large) if call.held > large else []
+        within = _runs(call, ready, large, much) if call.held > large else []
         if id(call) not in ready or _is_better(within, call):
             close()
-            found.extend(within or _runs(call, ready, large))
+            found.extend(within or _runs(call, ready, large, much))
             continue
         if any(call.module is one.module for one in current):
             close()

@@ -20,7 +20,16 @@ from retrograde.machine import now
 from retrograde.models.given import Given, tensors_in
 from retrograde.models.refill import DROPPED, DROPPED_LEAN, KEPT, LEAN, Row, Unit
 from retrograde.models.trials import enter, make_of, parts_of, tensors_of, texts_of, wants_of
-from retrograde.plan.calls import CallSizes, Part, Way, fastest, kept_whole, least, peak_of
+from retrograde.plan.calls import (
+    CallSizes,
+    Part,
+    Way,
+    fastest,
+    kept_whole,
+    least,
+    one_after_the_other,
+    peak_of,
+)
 from retrograde.replay.surroundings import Steady, muted_hooks
 from retrograde.run.core import unrecorded
 from retrograde.run.transforms import is_unreal, refuse_sharded, refuse_transforms
@@ -232,28 +241,35 @@ class Known:
             BudgetError: the budget is too small; the message names the least one.
         """
         if memory not in self.plans:
-            smallest = self.least_bytes
-            if memory < smallest:
-                peaks = [
-                    min(max(way.first_bytes, way.backward_bytes) for way in size.ways)
-                    for size in self.sizes
-                ]
-                largest = self.units[peaks.index(max(peaks))].name
-                raise BudgetError(
-                    f"the memory of {memory} bytes ({format_bytes(memory)}) is too small for an "
-                    f"input of this kind: expected at least {smallest} bytes "
-                    f"({format_bytes(smallest)}), most of it for layer {largest}; raise the "
-                    "budget, or make the batch smaller",
-                    smallest,
-                )
+            if memory < self.least_bytes:
+                raise too_small(memory, self.least_bytes, self)
             self.plans[memory] = fastest(self.sizes, memory)
         return self.plans[memory]
 
-    def late_plan(self, memory: int) -> tuple[Part, ...]:
-        """Return the plan of a first pass, which was measured while it ran, as one group."""
-        room = memory - sum(call.noted_bytes for call in self.sizes)
+    def late_plan(self, room: int) -> tuple[Part, ...]:
+        """Return the plan of a pass that was measured while it ran, as one group."""
         parts = fastest(self.sizes, max(room, least(self.sizes)))
         return (Part(0, len(self.sizes), 0, parts),)
+
+    @classmethod
+    def of_rows(cls, kinds: Sequence["Known"]) -> "Known":
+        """Return what is known of rows that run one after the other."""
+        if len(kinds) == 1:
+            return kinds[0]
+        units = [unit for kind in kinds for unit in kind.units]
+        return cls(units=units, sizes=one_after_the_other([kind.sizes for kind in kinds]))
+
+
+def too_small(memory: int, least: int, kind: Known) -> BudgetError:
+    """Return an error that names the least budget, and the layer that needs most."""
+    needs = [min(max(w.first_bytes, w.backward_bytes) for w in size.ways) for size in kind.sizes]
+    largest = kind.units[needs.index(max(needs))].name
+    return BudgetError(
+        f"the memory of {memory} bytes ({format_bytes(memory)}) is too small for an input of this "
+        f"kind: expected at least {least} bytes ({format_bytes(least)}), most of it for layer "
+        f"{largest}; raise the budget, or make the batch smaller",
+        least,
+    )
 
 
 class Plans:

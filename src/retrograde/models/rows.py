@@ -14,6 +14,7 @@ A *rider* is an activation that writes to its input, such as an in-place ReLU. I
 layer before it.
 """
 
+import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -28,10 +29,11 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from retrograde.errors import CellError
 from retrograde.machine import MEASURING
-from retrograde.models.call_sizes import Known, Plans
+from retrograde.models.call_sizes import Known, Plans, too_small
 from retrograde.models.given import Given, made_by, tensors_in, tied
 from retrograde.models.refill import Dropped, Row
 from retrograde.models.trials import try_call
+from retrograde.plan.calls import Part, held_of
 from retrograde.replay.surroundings import version
 from retrograde.run.transforms import uncompiled
 
@@ -87,6 +89,103 @@ class _Pass:
     last: Dropped | None = None
 
 
+class Timeline:
+    """Rows that a pass runs in turn, each at most once, within one budget.
+
+    The kind of the first row's input tells those of the others, once a pass was seen, so that all
+    have one plan. Where it does not, each row is one group, whose plan is made when it goes back.
+
+    Args:
+        rows: in the order of a pass.
+    """
+
+    def __init__(self, rows: Sequence["CalledRow"]) -> None:
+        self.rows, self.memory = [*rows], 0
+        self._known: dict[tuple[int, int], tuple[_Kinds, Known | None]] = {}
+        self._running = threading.local()  # each thread's pass: its rows and their plans
+
+    def __getstate__(self) -> Any:
+        return self.rows, self.memory
+
+    def __setstate__(self, state: Any) -> None:
+        self.__init__(state[0])  # type: ignore[misc]
+        self.memory = state[1]
+
+    def begin(self, row: "CalledRow", kind: Known) -> Row | None:
+        """Begin a row. Return how its calls run; None is ordinary backpropagation."""
+        at, now = self.rows.index(row), getattr(self._running, "now", {})
+        if not now or at <= max(now):
+            self._note(now)
+            self._running.now = now = {}
+        now[at] = kind, None
+        kinds, whole = self._known.get(_first(now), ({}, None))
+        if whole is None or kinds.get(at) is not kind:
+            return Row((), kind.tied, partial(self._late, now, at))
+        start = sum(len(one.sizes) for k, one in kinds.items() if k < at)
+        parts = [part.moved(-start) for part in whole.plan(self.memory)]
+        own = tuple(part for part in parts if 0 <= part.start < len(kind.sizes))
+        now[at] = kind, own
+        return None if kind.is_ordinary(own) else Row(own, kind.tied)
+
+    def end(self, row: "CalledRow") -> None:
+        """End a row.
+
+        Raises:
+            BudgetError: the budget is too small.
+        """
+        at, now = self.rows.index(row), self._running.now
+        kind, parts = now[at]
+        need = self._before(now, at) + kind.least_bytes
+        if parts is None and need > self.memory:
+            raise too_small(self.memory, need, kind)
+        if row is self.rows[-1]:
+            self._note(now)
+            whole = self._known[_first(now)][1]
+            if whole is not None:
+                whole.plan(self.memory)
+
+    def knows(self, kinds: Sequence[Known]) -> None:
+        """Note which kinds of input occur together."""
+        self._note({at: (kind, None) for at, kind in enumerate(kinds)})
+
+    def _note(self, now: "_Running") -> None:
+        kinds = {at: kind for at, (kind, _) in now.items()}
+        if not kinds or not all(kind.is_measured for kind in kinds.values()):
+            return
+        before, _ = self._known.get(_first(now), (kinds, None))
+        if before != kinds:
+            self._known[_first(now)] = kinds, None
+        elif _first(now) not in self._known:
+            while len(self._known) >= _MOST_KINDS:
+                del self._known[next(iter(self._known))]
+            self._known[_first(now)] = kinds, Known.of_rows([*kinds.values()])
+
+    def _before(self, now: "_Running", at: int) -> int:
+        """Return what the rows before one hold, and its own input."""
+        held = now[at][0].sizes[0].input_bytes if at > min(now) else 0
+        for k, (kind, parts) in now.items():
+            if k < at:
+                group = (Part(0, len(kind.sizes), 0, (Part(0, 1),)),)
+                held += held_of(kind.sizes, parts or group)
+                held += kind.sizes[0].input_bytes if k > min(now) else 0
+        return held
+
+    def _late(self, now: "_Running", at: int) -> tuple[Part, ...]:
+        kind = now[at][0]
+        noted = sum(call.noted_bytes for call in kind.sizes)
+        return kind.late_plan(self.memory - self._before(now, at) - noted)
+
+
+_Kinds = dict[int, Known]
+_Running = dict[int, tuple[Known, tuple[Part, ...] | None]]
+_MOST_KINDS = 32
+
+
+def _first(now: _Running) -> tuple[int, int]:
+    at = min(now)
+    return at, id(now[at][0])
+
+
 class CalledRow:
     """Layers that a model calls one after the other, each once in a pass.
 
@@ -97,7 +196,7 @@ class CalledRow:
     """
 
     def __init__(self, calls: Sequence[tuple[str, nn.Module]], slots: Sequence[int | str]) -> None:
-        self.calls, self.memory = [*calls], 0
+        self.calls, self.timeline = [*calls], Timeline([self])
         starts = [i for i, (_, module) in enumerate(calls) if not rides(module)]
         self.names, self.layers = [], list[list[nn.Module]]()
         self.slots: list[int | str] = []
@@ -159,7 +258,7 @@ class CalledRow:
         elif now is not None and now.calls is not None:
             now.last = None
             if self.seen is None:
-                now.kind.plan(self.memory)  # raises if the budget is too small
+                self.timeline.end(self)
         return result
 
     def _pass(self, number: int, given: Given) -> _Pass | None:
@@ -195,10 +294,8 @@ class CalledRow:
             return _Pass(self, unknown(), None)
         if self.seen is not None:
             self.seen.append(kind)
-        if self.seen is not None or not kind.is_measured:
-            return _Pass(self, kind, Row((), kind.tied, partial(kind.late_plan, self.memory)))
-        plan = kind.plan(self.memory)
-        return _Pass(self, kind, None if kind.is_ordinary(plan) else Row(plan, kind.tied))
+            return _Pass(self, kind, Row((), kind.tied, partial(kind.late_plan, 0)))
+        return _Pass(self, kind, self.timeline.begin(self, kind))
 
     def _measure(
         self, kind: Known, at: int, given: Given, made: Sequence[Tensor | None] | None

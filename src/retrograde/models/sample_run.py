@@ -27,8 +27,8 @@ from retrograde.models.call_order import CallOrder, Layers, ModuleCall, noted
 from retrograde.models.call_sizes import Known
 from retrograde.models.given import tensors_in
 from retrograde.models.replace_modules import Budgeted, Swappable, replace_module, twin, wrapped
-from retrograde.models.rows import CalledRow, release
-from retrograde.plan.calls import fastest, kept_whole, least, one_after_the_other, peak_of
+from retrograde.models.rows import CalledRow, Timeline, release
+from retrograde.plan.calls import peak_of
 from retrograde.recurrent.weights import last_weights
 from retrograde.replay.generators import sources
 from retrograde.replay.places import Entries
@@ -185,7 +185,9 @@ class WatchedRow(Watched):
         self.row = CalledRow([(c.name, c.module) for c in layers], [c.slot for c in layers])
 
     def give(self, part: int) -> Iterable[tuple[Watched, int]]:
-        self.row.memory = part
+        self.row.timeline.memory = part
+        if len(self.kinds) == 1:
+            self.row.timeline.knows(self.kinds)
         self.row.install()
         return [(self, part)]
 
@@ -217,26 +219,23 @@ class WatchedRows(Watched):
         names = ", ".join(one.name for one in rows)
         super().__init__(names, names)
         self.rows, self.kinds = rows, [one.kinds[0] for one in rows]
-        self.together = one_after_the_other([kind.sizes for kind in self.kinds])
-        ordinary = peak_of(self.together, kept_whole(self.together))
-        self._seen(0, lambda: (min(ordinary, least(self.together)), ordinary))
+        self.all = Known.of_rows(self.kinds)
+        self._seen(0, lambda: (self.all.least_bytes, self.all.ordinary_bytes))
 
     @property
     def useless(self) -> bool:
         return self.minimum_bytes > _USEFUL * self.ordinary_bytes
 
     def give(self, part: int) -> Iterable[tuple[Watched, int]]:
-        """Give each row its share of one plan. Passes of other inputs have budgets of their own."""
-        plan, start = fastest(self.together, part), 0
-        smallest = sum(one.minimum_bytes for one in self.rows)
+        timeline, plan, start = Timeline([one.row for one in self.rows]), self.all.plan(part), 0
+        timeline.memory = part
+        timeline.knows(self.kinds)
         for one, kind in zip(self.rows, self.kinds, strict=True):
-            stop = start + len(kind.sizes)
-            parts = tuple(p.moved(-start) for p in plan if start <= p.start < stop)
-            memory = one.minimum_bytes * part // smallest
-            one.give(memory)
-            kind.plans[memory] = parts
-            start = stop
+            one.row.timeline = timeline
+            one.row.install()
+            parts = [p.moved(-start) for p in plan if 0 <= p.start - start < len(kind.sizes)]
             yield one, peak_of(kind.sizes, parts)
+            start += len(kind.sizes)
 
     @classmethod
     def join(cls, watched: Sequence[Watched], events: Sequence[CalledRow]) -> list[Watched]:

@@ -109,13 +109,19 @@ class CallSizes:
 
 
 def one_after_the_other(rows: Sequence[Sequence[CallSizes]]) -> list[CallSizes]:
-    """Return the calls of several rows, which run in turn, and go back in the opposite order. The
-    first input and the last output of each are the caller's."""
-    calls = []
+    """Return the calls of several rows, which run in turn, and go back in the opposite order.
+
+    The first input of all and the last output are the caller's. The output of each row, or its
+    gradient, may wait for what is called later, so it counts until the row goes back.
+    """
+    calls: list[CallSizes] = []
     for row in rows:
-        first = replace(row[0], input_bytes=0, begins=True)
-        calls += [first, *row[1:]]
-        calls[-1] = replace(calls[-1], output_bytes=0)
+        calls += [replace(row[0], begins=bool(calls)), *row[1:]]
+        last, ways = calls[-1], []
+        for way in last.ways:
+            held = _after(last, way) + last.gradient_bytes
+            ways.append(replace(way, held_bytes=held, keeps_output=False))
+        calls[-1] = replace(last, output_bytes=0, ways=tuple(ways))
     return calls
 
 
@@ -155,6 +161,21 @@ def peak_of(calls: Sequence[CallSizes], parts: Sequence[Part]) -> int:
     """Return the peak bytes of a plan, without the first input and the last output, which are the
     caller's."""
     return _left(calls) + _peak(calls, parts, grouped=False)
+
+
+def held_of(calls: Sequence[CallSizes], parts: Sequence[Part]) -> int:
+    """Return what the calls of a row hold after its forward pass, its first input aside."""
+    held, is_held = 0, True
+    for part in parts:
+        call, way = calls[part.start], calls[part.start].ways[part.way]
+        if part.parts:
+            noted = sum(calls[k].noted_bytes for k in range(part.start, part.stop))
+            held += noted + (0 if is_held else call.input_bytes)
+            is_held = False
+            continue
+        held += _after(call, way) + (call.input_bytes if way.keeps_input and not is_held else 0)
+        is_held = way.keeps_output
+    return held
 
 
 def _left(calls: Sequence[CallSizes]) -> int:
