@@ -39,7 +39,7 @@ def drawn(draw, ours, width):
     torch.manual_seed(1)
     x = torch.linspace(-2, 2, width).requires_grad_()
     torch.randn(1)  # which keeps another number in the generator's state
-    with drawing() if ours else torch.enable_grad():
+    with (drawing() if ours else None) or torch.enable_grad():
         y = draw(x)
     y.float().sin().sum().backward()
     return y.detach(), x.grad, torch.randn(2)
@@ -115,10 +115,9 @@ def test_where_torch_draws_otherwise_its_own_dropout_runs(monkeypatch):
     monkeypatch.setattr(draws.Draws, "_dropout", None)
     with drawing() as block:
         functional.dropout(torch.ones(5000), 0.25)
-    assert block.drawn == 5000  # the mask is right, what follows is torch's
+    assert block.drawn == 0
     monkeypatch.setattr(draws, "_draws_as_torch", lambda: False)
-    with drawing() as block:
-        assert block is None
+    assert drawing() is None
 
 
 @pytest.mark.parametrize("memory", ["100%", "60%", "30%"])

@@ -18,8 +18,7 @@ from retrograde.errors import CellError, InputError
 from retrograde.plan.fit import Fit
 from retrograde.replay.trees import Tensors, flatten, flatten_state
 from retrograde.run.autograd import refuse_both
-from retrograde.run.inputs import check_length
-from retrograde.run.layout import Layout, Ragged, Straight
+from retrograde.run.layout import Layout, Ragged, Straight, check_length
 from retrograde.run.transforms import uncompiled
 from retrograde.schedule import Schedule
 from retrograde.units import Memory, parse_memory

@@ -21,7 +21,7 @@ from retrograde.replay.surroundings import Ambient, version
 from retrograde.replay.trees import Structure, Tensors, flatten, flatten_state
 from retrograde.run.autograd_core import AutogradCore, Settled
 from retrograde.run.core import as_leaf
-from retrograde.run.inputs import Inputs
+from retrograde.run.layout import Inputs
 from retrograde.run.states import Like, device_of, like_of
 
 Cell = Callable[[Any, Any], tuple[Any, Any]]

@@ -23,8 +23,7 @@ from retrograde.run.autograd import (
     run_without_gradient,
 )
 from retrograde.run.autograd_core import Settled, run_ordinary
-from retrograde.run.inputs import Inputs, check_length
-from retrograde.run.layout import InBlocks, Layout, Straight
+from retrograde.run.layout import InBlocks, Inputs, Layout, Straight, check_length
 from retrograde.run.transforms import (
     is_transformed,
     is_unreal,

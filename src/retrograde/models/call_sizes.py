@@ -30,7 +30,7 @@ from retrograde.plan.calls import (
     one_after_the_other,
     peak_of,
 )
-from retrograde.replay.surroundings import Steady, muted_hooks
+from retrograde.replay.surroundings import muted_hooks
 from retrograde.run.core import unrecorded
 from retrograde.run.transforms import is_unreal, refuse_sharded, refuse_transforms
 from retrograde.sizes.allocations import Phase, measure_phases
@@ -184,7 +184,6 @@ class Known:
         units: of their calls, as far as they were measured.
         sizes: of these.
         plans: by budget.
-        still: the generators that no unit draws from, where they are checked once over all.
         tied: the weights that several layers have.
     """
 
@@ -192,7 +191,6 @@ class Known:
     units: list[Unit] = field(default_factory=list)
     sizes: list[CallSizes] = field(default_factory=list)
     plans: dict[int, tuple[Part, ...]] = field(default_factory=dict)
-    still: Steady = field(default_factory=Steady)
     tied: frozenset[Tensor] = frozenset()
 
     def add(self, unit: Unit, found: CallSizes, *, last: bool) -> None:

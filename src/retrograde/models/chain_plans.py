@@ -10,9 +10,8 @@ follow another plan; its gradient is the same, bit for bit.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,6 @@ from retrograde.models.given import Given, made_by, tensors_in, tied
 from retrograde.models.refill import Row
 from retrograde.models.trials import Tried, try_call
 from retrograde.plan.calls import CallSizes, Part, Way, kept_whole, peak_of, seconds_of
-from retrograde.replay.surroundings import Steady
 from retrograde.run.core import unrecorded
 from retrograde.schedule import Chain
 from retrograde.units import Memory, as_bytes, format_bytes
@@ -134,17 +132,10 @@ class ChainPlans(Plans):
         if kind.is_ordinary(plan):
             return None
         row, before, value, made = Row(plan, kind.tied), None, input, list[Tensor | None]()
-        still, dropped = kind.still.marks(), []
         for number, unit in enumerate(kind.units):
             given = Given((value,))
             value, before = row.run(number, unit, unit.forward, given, made, before)
             made = made_by(value, given.leaves)
-            dropped += [ref(before)] if before is not None else []
-        first, last = kind.units[0].name, kind.units[-1].name
-        moved = kind.still.changes(still, f"one of the layers {first} … {last}")
-        for call in (one() for one in dropped if moved):
-            if call is not None:
-                call.moved += moved
         return value
 
     def _kind(self, net: nn.Sequential, input: Any) -> Known | None:
@@ -233,7 +224,7 @@ def measured(layers: Layers, input: Any, plans: Plans, repeats: int | None = Non
             value = _result(tried, value)
             made = made_by(value, given.leaves)
         layers, tried = layers[size:], after
-    return _parted(kind)
+    return kind
 
 
 def _try(layers: Layers, value: Any) -> Tried:
@@ -261,19 +252,6 @@ def _alone(value: Any, wants: Sequence[bool] | None) -> Any:
     """Return a value without the graph that it came from; its tensors require what they did."""
     found = iter([t.requires_grad for t in tensors_in(value)] if wants is None else wants)
     return pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(next(found)), value)
-
-
-def _parted(kind: Known) -> Known:
-    """Return what is known, with the generators apart that no unit draws from. These are checked
-    once over all units, and not by each."""
-    drawn = {source for unit in kind.units for source in unit.ambient.sources}
-    still = {s: None for unit in kind.units for s in unit.ambient.steady.sources if s not in drawn}
-    units = []
-    for unit in kind.units:
-        steady = unit.ambient.steady
-        steady = replace(steady, sources=tuple(s for s in steady.sources if s in drawn))
-        units.append(replace(unit, ambient=replace(unit.ambient, steady=steady)))
-    return replace(kind, units=units, still=Steady(tuple(still)))
 
 
 def is_hooked(module: nn.Module) -> bool:

@@ -9,7 +9,6 @@ draws otherwise, as on Intel's processors, torch's own dropout runs.
 Reference: Matsumoto and Nishimura, "Mersenne Twister", 1998.
 """
 
-from contextlib import nullcontext
 from functools import cache
 from math import ceil
 from types import FunctionType
@@ -124,14 +123,22 @@ class Draws(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func not in _DRAWING or torch.compiler.is_compiling():
+        if func not in DRAWING or torch.compiler.is_compiling():
+            return func(*args, **(kwargs or {}))
+        return self.call(func, *args, **(kwargs or {}))
+
+    def call(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call one of the functions that draw masks."""
+        if not (args and isinstance(args[0], Tensor) and args[0].is_cpu):
             return func(*args, **kwargs)
         if func is functional.multi_head_attention_forward:
             with self:
                 return _attention(*args, **kwargs)
         if func is functional.dropout and _is_ours(*args, **kwargs):
             return self._dropout(*args, **kwargs)
+        attends = func is functional.scaled_dot_product_attention
+        if func is functional.dropout or (attends and not _dropout_of(*args, **kwargs)):
+            return func(*args, **kwargs)
         with _Bernoulli(self.bernoulli):
             return func(*args, **kwargs)
 
@@ -171,9 +178,9 @@ class _Bernoulli(TorchDispatchMode):
         return (self.draw if func is _BERNOULLI else func)(*args, **(kwargs or {}))
 
 
-def drawing() -> Any:
-    """Return a context in which large masks are drawn here, if torch draws them so."""
-    return Draws() if _draws_as_torch() else nullcontext()
+def drawing() -> Draws | None:
+    """Return a context in which large masks are drawn here; None if torch draws otherwise."""
+    return Draws() if _draws_as_torch() else None
 
 
 @cache
@@ -205,6 +212,13 @@ def _is_ours(input: Any, p: float = 0.5, training: bool = True, inplace: bool = 
     return _SAME[p, input.dtype]
 
 
+def _dropout_of(
+    query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *_: Any,
+    **__: Any,
+) -> float:  # fmt: skip
+    return dropout_p
+
+
 def _in_order(t: Tensor) -> Tensor | None:
     """Return a tensor's numbers in the order of memory, or None if it has gaps."""
     step = 1
@@ -221,7 +235,8 @@ def _is_large(t: Tensor) -> bool:
 
 _SAME: dict[tuple[float, torch.dtype], bool] = {}
 _BERNOULLI = torch.ops.aten.bernoulli_.float
-_DRAWING = {
+#: The functions that draw masks, or may.
+DRAWING = {
     functional.dropout, functional.multi_head_attention_forward,
     functional.scaled_dot_product_attention, torch.dropout, torch.dropout_, Tensor.bernoulli_,
 }  # fmt: skip

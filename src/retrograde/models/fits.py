@@ -18,8 +18,7 @@ from retrograde.models.replace_modules import twin
 from retrograde.plan.fit import Fit
 from retrograde.recurrent.call import StackFit
 from retrograde.replay.trees import flatten_inputs, flatten_state
-from retrograde.run.inputs import check_length
-from retrograde.run.layout import Straight
+from retrograde.run.layout import Straight, check_length
 from retrograde.sizes.timing import time_steps
 from retrograde.units import Memory, parse_memory
 

@@ -34,8 +34,7 @@ from retrograde.recurrent.fused import Fused, run_held
 from retrograde.recurrent.scheduled import fit_held, measure_ranges
 from retrograde.replay.surroundings import autocast_as_now
 from retrograde.replay.trees import flatten, flatten_state
-from retrograde.run.inputs import check_length
-from retrograde.run.layout import Rows, Straight
+from retrograde.run.layout import Rows, Straight, check_length
 from retrograde.schedule import Chain
 from retrograde.schedule.actions import Verb
 from retrograde.sizes.footprint import footprint

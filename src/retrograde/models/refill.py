@@ -68,7 +68,7 @@ class Unit:
 
     def drawing(self) -> Any:
         """Return the context of its calls, in which masks are drawn fast."""
-        return draws.drawing() if self.draws_fast else nullcontext()
+        return (draws.drawing() if self.draws_fast else None) or nullcontext()
 
 
 class Saved:
@@ -344,7 +344,7 @@ class Row:
         apart = self.tied.isdisjoint(unit.reads)
         casts = autocast_as_now(unit.ambient.device) if apart else nullcontext()
         if way in (KEPT, LEAN):
-            with casts, lean_pass() if way == LEAN else nullcontext(), unit.drawing():
+            with casts, lean_pass() if way == LEAN else unit.drawing():
                 return forward(*given.args, **given.kwargs), None
         call = Dropped(
             unit, given,

@@ -12,6 +12,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -22,7 +23,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from retrograde.models.cheap import Operation
-from retrograde.models.draws import packed, unpack_into
+from retrograde.models.draws import DRAWING, drawing, packed, unpack_into
 from retrograde.models.recipes import (
     CHANGED,
     KNOWN,
@@ -61,6 +62,7 @@ class LeanTape(TorchFunctionMode):
         self._pending: list[Box] = []  # let go, and perhaps not released yet
         self._credit = 0  # bytes that were let go, and are released
         self._task = task  # the backward pass in which it saves, or -1
+        self._draws = drawing()
         self._is_changing = False  # a function runs that changes its first argument in place
 
     def __torch_function__(
@@ -78,6 +80,8 @@ class LeanTape(TorchFunctionMode):
         if rule is None:
             return func(*args, **kwargs)
         changes, shares, may_be_small, note = rule
+        if func in DRAWING and self._draws is not None:
+            func = partial(self._draws.call, func)
         first = kwargs.get("out", args[0] if args else kwargs.get("input"))
         if not isinstance(first, Tensor):
             result = func(*args, **kwargs)

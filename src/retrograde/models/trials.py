@@ -5,6 +5,7 @@ The call runs by itself, without the graph that its arguments came from, and lea
 
 import gc
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -57,7 +58,7 @@ def try_call(
         nonlocal drawn
         args, kwargs, _, anchor = enter(given.leaves, wants_of(given.leaves), given.spec)
         anchors.append(ref(anchor))
-        with drawing() as draws:
+        with (draws := drawing()) or nullcontext():
             result = forward(*args, **kwargs)
         drawn = 0 if draws is None else draws.drawn
         return result

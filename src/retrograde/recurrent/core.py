@@ -34,8 +34,7 @@ from retrograde.recurrent.vendor import Layers, one_by_one, run_torch
 from retrograde.replay.surroundings import Ambient
 from retrograde.replay.trees import Tensors
 from retrograde.run.core import Core, Emit, Gate, Gradients, Tape, discard
-from retrograde.run.inputs import Inputs
-from retrograde.run.layout import InMemory, Layout, Rows
+from retrograde.run.layout import InMemory, Inputs, Layout, Rows
 
 
 @dataclass

@@ -23,7 +23,7 @@ from retrograde.recurrent.fused import Fused, has_slopes, run_held
 from retrograde.recurrent.vendor import Kernel, Layers, run_torch
 from retrograde.replay.trees import Tensors
 from retrograde.run.core import Core
-from retrograde.run.inputs import Inputs
+from retrograde.run.layout import Inputs
 from retrograde.sizes.footprint import footprint, measured_for
 from retrograde.units import Memory
 

@@ -36,8 +36,7 @@ from retrograde.recurrent.spans import Sequences
 from retrograde.recurrent.vendor import Kernel, copied_bytes, is_too_long, laid_out, run_torch
 from retrograde.recurrent.weights import stand_ins
 from retrograde.replay.trees import Tensors
-from retrograde.run.inputs import Inputs
-from retrograde.run.layout import Rows
+from retrograde.run.layout import Inputs, Rows
 from retrograde.units import Memory, as_bytes, asks_for_all
 
 T = TypeVar("T")

@@ -23,8 +23,7 @@ from retrograde.replay.surroundings import (
 from retrograde.replay.trees import Tensors
 from retrograde.run.core import Core, Gradients, discard, window
 from retrograde.run.executor import Run
-from retrograde.run.inputs import Inputs
-from retrograde.run.layout import Layout, Straight
+from retrograde.run.layout import Inputs, Layout, Straight
 from retrograde.run.second_order import differentiable_gradients
 from retrograde.run.transforms import NO_FORWARD_MODE, refuse_batches, uncompiled
 from retrograde.schedule import Schedule

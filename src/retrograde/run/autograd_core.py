@@ -25,8 +25,7 @@ from retrograde.errors import CellError, RetrogradeError
 from retrograde.replay.captured import LeafWatch
 from retrograde.replay.trees import Tensors
 from retrograde.run.core import Core, Emit, Gate, Gradients, Tape, as_leaf, window
-from retrograde.run.inputs import Inputs
-from retrograde.run.layout import Layout
+from retrograde.run.layout import Inputs, Layout
 from retrograde.run.states import apart, each_once
 from retrograde.schedule import Action, Backward, Load
 

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from retrograde.replay.surroundings import Ambient, Snapshot
 from retrograde.replay.trees import Tensors
-from retrograde.run.inputs import Inputs
-from retrograde.run.layout import Layout
+from retrograde.run.layout import Inputs, Layout
 from retrograde.schedule import Action
 
 Gradient = Tensor | None

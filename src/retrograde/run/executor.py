@@ -16,7 +16,7 @@ from torch import Tensor
 from retrograde.replay.surroundings import Snapshot, Trail
 from retrograde.replay.trees import Tensors
 from retrograde.run.core import Core, Emit, Gradients, Tape, unrecorded
-from retrograde.run.inputs import Inputs
+from retrograde.run.layout import Inputs
 from retrograde.run.states import each_once
 from retrograde.schedule import Action, Advance, Backward, Free, Load, Record, Schedule, Store
 

@@ -33,7 +33,7 @@ from torch.utils import _pytree as pytree
 from retrograde.errors import CellError
 from retrograde.replay.generators import OwnRandom, random_position
 from retrograde.replay.trees import Structure, Tensors, flatten
-from retrograde.run.inputs import check_length
+from retrograde.run.layout import check_length
 
 
 class Source(Protocol):

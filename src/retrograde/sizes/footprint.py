@@ -18,8 +18,7 @@ from retrograde.replay.surroundings import muted_hooks
 from retrograde.replay.trees import Tensors
 from retrograde.run.autograd_core import AutogradCore
 from retrograde.run.core import Core, Emit, Gradients, Tape
-from retrograde.run.inputs import Inputs
-from retrograde.run.layout import InBlocks, InMemory, Straight
+from retrograde.run.layout import InBlocks, InMemory, Inputs, Straight
 from retrograde.run.states import like_of
 from retrograde.schedule import Advance, Record, Schedule
 from retrograde.sizes.allocations import measure, measure_phases

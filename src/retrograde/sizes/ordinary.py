@@ -15,7 +15,7 @@ from retrograde.plan.fit import Curve, Highest
 from retrograde.replay.trees import Tensors
 from retrograde.run.autograd_core import AutogradCore, run_ordinary
 from retrograde.run.core import as_leaf
-from retrograde.run.inputs import Inputs
+from retrograde.run.layout import Inputs
 from retrograde.sizes.allocations import measure_phases
 from retrograde.units import Memory, as_bytes
 

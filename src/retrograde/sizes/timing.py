@@ -13,7 +13,7 @@ from retrograde.machine import now
 from retrograde.replay.surroundings import muted_hooks
 from retrograde.replay.trees import Tensors
 from retrograde.run.core import Core
-from retrograde.run.inputs import Inputs
+from retrograde.run.layout import Inputs
 from retrograde.sizes.footprint import Shapes, gradients_like, noting
 
 _LONG = 64  # steps of the longer range: about as many as schedules record at a time
