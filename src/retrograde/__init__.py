@@ -149,8 +149,7 @@ def __getattr__(name: str) -> Any:
         if error.name != "torch":
             raise
         raise ModuleNotFoundError(
-            f"retrograde.{name} needs torch: install it with pip install torch",
-            name="torch",
+            f"retrograde.{name} needs torch: install it with pip install torch", name="torch"
         ) from None
     globals()[name] = value
     return value

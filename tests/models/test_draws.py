@@ -69,6 +69,10 @@ DRAWS = {
     "own": lambda x: x * torch.empty_like(x).bernoulli_(0.4, generator=torch.Generator()),
     "off": lambda x: functional.dropout(functional.dropout(x, 0.5, training=False), 0.0),
     "all": lambda x: functional.dropout(x, 1.0),
+    "each": lambda x: torch.vmap(lambda row: functional.dropout(row, 0.3), randomness="different")(
+        torch.stack([x, -x])
+    ),
+    "parameter": lambda x: functional.dropout(nn.Parameter(x.detach()), 0.5) * x,
     "several": lambda x: functional.dropout(functional.dropout(x, 0.1) + torch.rand(()), 0.2),
 }
 

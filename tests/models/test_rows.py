@@ -200,6 +200,67 @@ def test_rows_one_after_the_other_have_one_plan(memory):
         same(trained(copy.deepcopy(model), x), trained(plain, x))
 
 
+class Paired(nn.Module):
+    """An encoder and a decoder, whose inputs have lengths of their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = Loop(4), Loop(4)
+
+    def forward(self, x, y):
+        return self.decoder(y, self.encoder(x).mean(1, keepdim=True))
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("memory", ["least", "50%", "80%"])
+def test_lengths_that_vary_beside_each_other(memory):
+    """The first row's input does not tell the second's: each pass is right all the same."""
+    plain, model = Paired(), Paired()
+    pair = inputs(), inputs()
+    division = rg.budget(model, least_of(model, pair) if memory == "least" else memory, pair)
+    lengths = [(12, 12), (12, 6), (12, 12), (12, 6), (6, 6), (6, 12), (6, 6), (6, 3), (12, 6)]
+    for x, y in [(inputs(length=a), inputs(length=b)) for a, b in lengths]:
+        same(trained(model, x, y), trained(plain, x, y))
+    allowed = division.total_bytes + division.elsewhere_bytes + 2**14
+    for x, y in [(inputs(length=a), inputs(length=b)) for a, b in lengths]:
+        assert working_bytes(model, x, y) <= allowed
+
+
+def test_a_pass_that_needs_more_than_its_beginning_told_says_so():
+    plain, model = Paired(), Paired()
+    pair = inputs(), inputs(length=4)
+    rg.budget(model, "90%", pair)
+    longer = inputs(), inputs(length=24)
+    with pytest.warns(UserWarning, match=r"layer decoder\.\S+ was given another kind of input"):
+        same(trained(model, *longer), trained(plain, *longer))
+    with pytest.raises(rg.BudgetError, match="most of it for layer decoder"):
+        trained(model, *longer)
+    same(trained(model, *pair), trained(plain, *pair))
+
+
+def test_a_pass_that_fails_between_two_rows_is_forgotten():
+    class Failing(Forked):
+        fails = False
+
+        def forward(self, x):
+            self.middle.register_forward_pre_hook(self.fail)
+            return super().forward(x)
+
+        def fail(self, *_):
+            if self.fails:
+                raise RuntimeError("stop")
+
+    plain, model, x = Forked(), Failing(), inputs()
+    rg.budget(model, "50%", x)
+    for fails in (False, True, False, False):
+        model.fails = fails
+        if fails:
+            with pytest.raises(RuntimeError, match="stop"):
+                trained(model, x)
+        else:
+            same(trained(model, x), trained(plain, x))
+
+
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("memory", ["40%", "70%"])
 def test_blocks_of_two_loops_that_take_turns(memory):

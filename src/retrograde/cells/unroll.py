@@ -16,20 +16,10 @@ from retrograde.plan.fit import Fit
 from retrograde.recurrent.fastest import fit_measured
 from retrograde.replay.surroundings import autocast_as_now
 from retrograde.replay.trees import Structure, Tensors, flatten, flatten_inputs, flatten_state
-from retrograde.run.autograd import (
-    check_schedule,
-    refuse_both,
-    run_schedule,
-    run_without_gradient,
-)
+from retrograde.run.autograd import check_schedule, refuse_both, run_schedule, run_without_gradient
 from retrograde.run.autograd_core import Settled, run_ordinary
 from retrograde.run.layout import InBlocks, Inputs, Layout, Straight, check_length
-from retrograde.run.transforms import (
-    is_transformed,
-    is_unreal,
-    refuse_transforms,
-    uncompiled,
-)
+from retrograde.run.transforms import is_transformed, is_unreal, refuse_transforms, uncompiled
 from retrograde.scan.any_cell import run_cell
 from retrograde.schedule import Schedule
 from retrograde.sizes.cache import CellFits, signature

@@ -67,10 +67,7 @@ def fit_scan(recorded: Recorded, length: int, memory: Memory) -> tuple[Fit, Tabl
         peak = buffers + sizes.backward(1) + 2 * sizes.state_bytes + sizes.extra_bytes
         if peak <= first.budget_bytes:
             return replace(
-                found,
-                peak_bytes=peak,
-                budget_bytes=first.budget_bytes,
-                forward_steps=table.steps,
+                found, peak_bytes=peak, budget_bytes=first.budget_bytes, forward_steps=table.steps
             ), table
         less = found.budget_bytes - (peak - first.budget_bytes)
         assert found.budget_bytes > found.minimum_bytes, "the least plan fits"

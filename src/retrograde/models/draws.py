@@ -19,6 +19,7 @@ import torch
 from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -129,7 +130,8 @@ class Draws(TorchFunctionMode):
 
     def call(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Call one of the functions that draw masks."""
-        if not (args and isinstance(args[0], Tensor) and args[0].is_cpu):
+        first = args[0] if args else None
+        if type(first) is not Tensor or not first.is_cpu or is_functorch_wrapped_tensor(first):
             return func(*args, **kwargs)
         if func is functional.multi_head_attention_forward:
             with self:
@@ -145,7 +147,7 @@ class Draws(TorchFunctionMode):
     def bernoulli(self, target: Tensor, p: float = 0.5, *, generator: Any = None) -> Tensor:
         """Do as ``target.bernoulli_(p)`` does."""
         ours = _is_large(target) and generator is None and 0 <= p <= 1
-        flat = _in_order(target) if ours and target.is_floating_point() else None
+        flat = _in_order(target) if ours else None
         if flat is not None:
             self.drawn += len(flat)
             if _fill(flat, p, torch.default_generator):
@@ -202,7 +204,7 @@ def _draws_as_torch() -> bool:
 
 def _is_ours(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> bool:
     """Return whether a dropout has the bits of the operations that are called here."""
-    if not (type(input) is Tensor and _is_large(input) and training and 0 < p < 1):
+    if not (_is_large(input) and training and 0 < p < 1):
         return False
     if (p, input.dtype) not in _SAME:
         mask = torch.arange(99, dtype=input.dtype, device="cpu") % 2
@@ -230,7 +232,7 @@ def _in_order(t: Tensor) -> Tensor | None:
 
 
 def _is_large(t: Tensor) -> bool:
-    return t.is_cpu and t.numel() >= _FEWEST
+    return t.is_cpu and t.is_floating_point() and t.numel() >= _FEWEST
 
 
 _SAME: dict[tuple[float, torch.dtype], bool] = {}

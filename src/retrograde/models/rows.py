@@ -92,8 +92,9 @@ class _Pass:
 class Timeline:
     """Rows that a pass runs in turn, each at most once, within one budget.
 
-    The kind of the first row's input tells those of the others, once a pass was seen, so that all
-    have one plan. Where it does not, each row is one group, whose plan is made when it goes back.
+    Once a pass was seen, the kind of the first row's input tells those of the others, so that all
+    have one plan. If it does not, each row has its share of the budget. A row that is new, or whose
+    share is too small, is one group, whose plan is made when it goes back.
 
     Args:
         rows: in the order of a pass.
@@ -101,29 +102,32 @@ class Timeline:
 
     def __init__(self, rows: Sequence["CalledRow"]) -> None:
         self.rows, self.memory = [*rows], 0
-        self._known: dict[tuple[int, int], tuple[_Kinds, Known | None]] = {}
+        self.shares = [0] * len(rows)
+        self._known: dict[tuple[int, int], tuple[dict[int, Known], Known | None]] = {}
         self._running = threading.local()  # each thread's pass: its rows and their plans
 
     def __getstate__(self) -> Any:
-        return self.rows, self.memory
+        return self.rows, self.memory, self.shares
 
     def __setstate__(self, state: Any) -> None:
         self.__init__(state[0])  # type: ignore[misc]
-        self.memory = state[1]
+        _, self.memory, self.shares = state
 
     def begin(self, row: "CalledRow", kind: Known) -> Row | None:
         """Begin a row. Return how its calls run; None is ordinary backpropagation."""
         at, now = self.rows.index(row), getattr(self._running, "now", {})
         if not now or at <= max(now):
-            self._note(now)
             self._running.now = now = {}
         now[at] = kind, None
         kinds, whole = self._known.get(_first(now), ({}, None))
-        if whole is None or kinds.get(at) is not kind:
+        if whole is not None and kinds.get(at) is kind:
+            start = sum(len(one.sizes) for k, one in kinds.items() if k < at)
+            parts = [part.moved(-start) for part in whole.plan(self.memory)]
+            own = tuple(part for part in parts if 0 <= part.start < len(kind.sizes))
+        elif whole is None and kind.is_measured and self.shares[at] >= kind.least_bytes:
+            own = kind.plan(self.shares[at])
+        else:
             return Row((), kind.tied, partial(self._late, now, at))
-        start = sum(len(one.sizes) for k, one in kinds.items() if k < at)
-        parts = [part.moved(-start) for part in whole.plan(self.memory)]
-        own = tuple(part for part in parts if 0 <= part.start < len(kind.sizes))
         now[at] = kind, own
         return None if kind.is_ordinary(own) else Row(own, kind.tied)
 
@@ -131,44 +135,39 @@ class Timeline:
         """End a row.
 
         Raises:
-            BudgetError: the budget is too small.
+            BudgetError: the budget is too small for its input.
         """
         at, now = self.rows.index(row), self._running.now
-        kind, parts = now[at]
+        (kind, parts), first = now[at], _first(now)
+        kinds, whole = self._known.get(first, ({}, None))
         need = self._before(now, at) + kind.least_bytes
         if parts is None and need > self.memory:
-            raise too_small(self.memory, need, kind)
+            if whole is None:
+                raise too_small(self.memory, need, kind)
+            warnings.warn(_SURPRISE.format(row.names[0], need, self.memory), stacklevel=7)
         if row is self.rows[-1]:
-            self._note(now)
-            whole = self._known[_first(now)][1]
-            if whole is not None:
-                whole.plan(self.memory)
+            found = {k: one for k, (one, _) in now.items()}
+            if first not in self._known:
+                self.knows(found, Known.of_rows([*found.values()])).plan(self.memory)
+            elif [*map(id, found.values())] != [*map(id, kinds.values())]:
+                self._known[first] = found, None
 
-    def knows(self, kinds: Sequence[Known]) -> None:
-        """Note which kinds of input occur together."""
-        self._note({at: (kind, None) for at, kind in enumerate(kinds)})
-
-    def _note(self, now: "_Running") -> None:
-        kinds = {at: kind for at, (kind, _) in now.items()}
-        if not kinds or not all(kind.is_measured for kind in kinds.values()):
-            return
-        before, _ = self._known.get(_first(now), (kinds, None))
-        if before != kinds:
-            self._known[_first(now)] = kinds, None
-        elif _first(now) not in self._known:
-            while len(self._known) >= _MOST_KINDS:
-                del self._known[next(iter(self._known))]
-            self._known[_first(now)] = kinds, Known.of_rows([*kinds.values()])
+    def knows(self, kinds: dict[int, Known], whole: Known) -> Known:
+        """Note which kinds of input occur together, and what is known of all."""
+        while len(self._known) >= _MOST_KINDS:
+            del self._known[next(iter(self._known))]
+        at = min(kinds)
+        self._known[at, id(kinds[at])] = kinds, whole
+        return whole
 
     def _before(self, now: "_Running", at: int) -> int:
         """Return what the rows before one hold, and its own input."""
-        held = now[at][0].sizes[0].input_bytes if at > min(now) else 0
-        for k, (kind, parts) in now.items():
-            if k < at:
-                group = (Part(0, len(kind.sizes), 0, (Part(0, 1),)),)
-                held += held_of(kind.sizes, parts or group)
-                held += kind.sizes[0].input_bytes if k > min(now) else 0
-        return held
+        inputs = sum(
+            kind.sizes[0].input_bytes for k, (kind, _) in now.items() if min(now) < k <= at
+        )
+        calls = [(kind.sizes, parts) for k, (kind, parts) in now.items() if k < at]
+        group = (Part(0, 1),)
+        return inputs + sum(held_of(s, p or (Part(0, len(s), 0, group),)) for s, p in calls)
 
     def _late(self, now: "_Running", at: int) -> tuple[Part, ...]:
         kind = now[at][0]
@@ -176,9 +175,12 @@ class Timeline:
         return kind.late_plan(self.memory - self._before(now, at) - noted)
 
 
-_Kinds = dict[int, Known]
 _Running = dict[int, tuple[Known, tuple[Part, ...] | None]]
 _MOST_KINDS = 32
+_SURPRISE = (
+    "layer {} was given another kind of input than in the last pass that began as this one: this "
+    "pass needs {} bytes of the {} allowed; the next ones keep the budget"
+)
 
 
 def _first(now: _Running) -> tuple[int, int]:

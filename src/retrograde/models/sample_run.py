@@ -185,9 +185,10 @@ class WatchedRow(Watched):
         self.row = CalledRow([(c.name, c.module) for c in layers], [c.slot for c in layers])
 
     def give(self, part: int) -> Iterable[tuple[Watched, int]]:
-        self.row.timeline.memory = part
+        timeline = self.row.timeline
+        timeline.memory, timeline.shares = part, [part]
         if len(self.kinds) == 1:
-            self.row.timeline.knows(self.kinds)
+            timeline.knows({0: self.kinds[0]}, self.kinds[0])
         self.row.install()
         return [(self, part)]
 
@@ -229,7 +230,12 @@ class WatchedRows(Watched):
     def give(self, part: int) -> Iterable[tuple[Watched, int]]:
         timeline, plan, start = Timeline([one.row for one in self.rows]), self.all.plan(part), 0
         timeline.memory = part
-        timeline.knows(self.kinds)
+        timeline.knows(dict(enumerate(self.kinds)), self.all)
+        smallest = sum(one.minimum_bytes for one in self.rows)
+        rest = max(1, sum(one.ordinary_bytes for one in self.rows) - smallest)
+        if part >= smallest:
+            share = min(rest, part - smallest)
+            timeline.shares = [one.part(share, rest) for one in self.rows]
         for one, kind in zip(self.rows, self.kinds, strict=True):
             one.row.timeline = timeline
             one.row.install()
@@ -240,8 +246,8 @@ class WatchedRows(Watched):
     @classmethod
     def join(cls, watched: Sequence[Watched], events: Sequence[CalledRow]) -> list[Watched]:
         """Return the parts, with rows in place of each row, if these do not overlap."""
-        rows = {id(one.row): one for one in watched if isinstance(one, WatchedRow)}
-        order = [id(row) for row, _ in groupby(events)]
+        rows = {id(w.row): w for w in watched if isinstance(w, WatchedRow) and w.kinds}
+        order = [at for at, _ in groupby(at for at in map(id, events) if at in rows)]
         once = all(len(one.kinds) == 1 == sum(one.calls.values()) for one in rows.values())
         if len(rows) < 2 or not once or len(order) != len(rows):
             return [*watched]

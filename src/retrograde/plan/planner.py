@@ -26,20 +26,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from retrograde.errors import ScheduleError
-from retrograde.plan.arguments import (
-    check_chain_policy,
-    check_policy,
-    integer,
-    integers,
-    units_of,
-)
+from retrograde.plan.arguments import check_chain_policy, check_policy, integer, integers, units_of
 from retrograde.plan.chains import plan_chain, record_everything
 from retrograde.plan.steps.best import best_cost, best_costs, best_schedule, closed_form
-from retrograde.plan.steps.closed_form import (
-    hsm_cost,
-    hsm_segments,
-    ism_cost,
-)
+from retrograde.plan.steps.closed_form import hsm_cost, hsm_segments, ism_cost
 from retrograde.plan.steps.mixed import Mixed
 from retrograde.plan.steps.unfold import Segments, store_all
 from retrograde.schedule import Chain, Schedule, Units

@@ -63,10 +63,7 @@ class Candidate(NamedTuple):
 
 
 def candidate(
-    net: Layers,
-    batch: int,
-    kernel: Kernel = run_torch,
-    dropout: Dropout | None = None,
+    net: Layers, batch: int, kernel: Kernel = run_torch, dropout: Dropout | None = None
 ) -> Candidate:
     """Return the core by which a kernel runs layers of one direction.
 

@@ -26,14 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from retrograde.replay.generators import is_generator
-from retrograde.replay.places import (
-    ARRAY_BYTES,
-    Attributes,
-    Contents,
-    Entries,
-    Place,
-    Unreadable,
-)
+from retrograde.replay.places import ARRAY_BYTES, Attributes, Contents, Entries, Place, Unreadable
 
 _DEPTH = 3
 _VARIABLE = "the variable {0!r}"

@@ -15,11 +15,7 @@ import torch
 from torch import Tensor
 
 from retrograde.errors import CellError, RetrogradeError, ScheduleError
-from retrograde.replay.surroundings import (
-    autocast_as_now,
-    muted_hooks,
-    version,
-)
+from retrograde.replay.surroundings import autocast_as_now, muted_hooks, version
 from retrograde.replay.trees import Tensors
 from retrograde.run.core import Core, Gradients, discard, window
 from retrograde.run.executor import Run

@@ -24,11 +24,7 @@ from retrograde.errors import RetrogradeError
 F = TypeVar("F", bound=Callable[..., Any])
 
 # Under these modes of torch's, operations are traced, or run on fake tensors.
-_MODES = (
-    _TorchDispatchModeKey.FAKE,
-    _TorchDispatchModeKey.PROXY,
-    _TorchDispatchModeKey.FUNCTIONAL,
-)
+_MODES = (_TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.PROXY, _TorchDispatchModeKey.FUNCTIONAL)
 
 #: Whether ``torch.export`` is running, which must see torch's own forward pass.
 is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)

@@ -46,9 +46,7 @@ _HOMES = {
 }
 
 #: Names that went, and what to use instead.
-_GONE = {
-    "scan_ranks": "rg.TimeSharded(way='tree')",
-}
+_GONE = {"scan_ranks": "rg.TimeSharded(way='tree')"}
 
 
 def __getattr__(name: str) -> Any:

@@ -61,10 +61,7 @@ def reference(elements: Sequence[E], combine: Callable[[E, E], E]) -> list[E | I
 
 
 def linear(
-    elements: Sequence[E],
-    combine: Callable[[E, E], E] = combine,
-    *,
-    report: Report | None = None,
+    elements: Sequence[E], combine: Callable[[E, E], E] = combine, *, report: Report | None = None
 ) -> list[E | Identity]:
     """Scan one after another: n − 1 products, each of which needs the one before.
 
@@ -87,10 +84,7 @@ def linear(
 
 
 def blelloch(
-    elements: Sequence[E],
-    combine: Callable[[E, E], E] = combine,
-    *,
-    report: Report | None = None,
+    elements: Sequence[E], combine: Callable[[E, E], E] = combine, *, report: Report | None = None
 ) -> list[E | Identity]:
     """Scan as W20 algorithm 1 does: ⌈log₂(n+1)⌉ − 1 levels up, ⌈log₂(n+1)⌉ down, any length.
 
