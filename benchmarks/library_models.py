@@ -7,7 +7,8 @@ to the unchanged model, and the working bytes of a step besides the parameters' 
 shows the cost of ``rg.budget`` itself, and whether all gradients have the same bits.
 
     pip install transformers timm torchvision
-    python benchmarks/library_models.py   # JSON into benchmarks/results/; what is absent is skipped
+    python benchmarks/library_models.py         # JSON into benchmarks/results/; what is absent is
+    python benchmarks/library_models.py U-Net   # skipped; some models anew, the others as they were
 """
 
 import copy
@@ -118,8 +119,13 @@ def measured(name: str, case: Case) -> dict[str, Any]:
 
 def main() -> None:
     warnings.simplefilter("ignore")
+    path, only = RESULTS / "library_models_cpu.json", sys.argv[1:]
     rows = []
+    before = {row["model"]: row for row in json.loads(path.read_text())["rows"]} if only else {}
     for name in MODELS:
+        if only and not any(part in name for part in only):
+            rows += [before[name]] if name in before else []
+            continue
         case = build(name, large=True)
         if case is None:
             print(f"{name:24} skipped: its library is not installed")
@@ -135,7 +141,6 @@ def main() -> None:
         print(
             f"    refused: {', '.join(row['refused']) or 'none'}; covered {covered:.0%}", flush=True
         )
-    path = RESULTS / "library_models_cpu.json"
     machine = machine_of(torch.device("cpu"))
     path.write_text(json.dumps({"machine": machine, "rows": rows}, indent=1) + "\n")
     print(f"written to {path}")

@@ -243,6 +243,41 @@ def library_models() -> str:
     return table(head, rows) + "\n" + source("library_models_cpu") + "\n"
 
 
+def masks() -> str:
+    rows = []
+    for row in results("masks_cpu")["rows"]:
+        gain = row["torch_ms"] / row["ours_ms"]
+        same = "yes" if row["same"] else "no"
+        rows.append(
+            [row["call"], time(row["torch_ms"]), time(row["ours_ms"]), f"{gain:.1f}×", same]
+        )
+    head = ["call", "torch", "here", "as fast", "same bits"]
+    return table(head, rows) + "\n" + source("masks_cpu") + "\n"
+
+
+def called_layers() -> str:
+    rows = []
+    for row in results("called_layers_cpu")["rows"]:
+        cells = []
+        for way in ("65%", "50%", "30%", "20%", "11%", "checkpoint", "as checkpoint"):
+            told = f"{row['ratio'][way]:.2f}" if way in row["ratio"] else "refused"
+            cells.append(told + (f" ({row['share'][way]:.0%})" if way == "checkpoint" else ""))
+        whole = f"{time(row['ordinary_ms'])}, {size(row['ordinary_bytes'])}"
+        rows.append([row["model"], whole, *cells])
+    head = [
+        "model",
+        "as it is",
+        "65%",
+        "50%",
+        "30%",
+        "20%",
+        "11%",
+        "checkpoint",
+        "ours in its bytes",
+    ]
+    return table(head, rows) + "\n" + source("called_layers_cpu") + "\n"
+
+
 def scan_backward() -> str:
     rows = []
     for row in results("scan_backward_cpu")["results"]:
@@ -508,7 +543,7 @@ BLOCKS: dict[str, Callable[[], str]] = GPU_BLOCKS | {
         planner, chain_networks, sparse_jacobians, rank_jacobians, ranks_memory,
         million_steps, recipes, chain_least, examples, first_call, resident,
         jax_scan, jax_compiling, five_percent, lean, lean_front, lean_beside,
-        lean_overhead,
+        lean_overhead, masks, called_layers,
     )
 }  # fmt: skip
 

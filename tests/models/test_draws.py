@@ -8,8 +8,10 @@ from torch import nn
 from torch.nn import functional
 
 import retrograde as rg
+from retrograde.kernels import cpu_masks
+from retrograde.kernels.cpu_masks import fill_as_torch, packed, unpack_into
 from retrograde.models import draws
-from retrograde.models.draws import _fill, drawing, packed, unpack_into
+from retrograde.models.draws import Draws
 
 pytestmark = pytest.mark.skipif(
     not draws._draws_as_torch(), reason="torch draws masks otherwise on this processor"
@@ -29,7 +31,7 @@ def test_masks_are_those_of_torch(p, skipped, dtype):
         expected = torch.empty(count, dtype=dtype).bernoulli_(p, generator=generator)
         after, found = generator.get_state(), torch.full_like(expected, 7)
         generator.set_state(before)
-        assert _fill(found, p, generator)
+        assert fill_as_torch(found, p, generator)
         assert torch.equal(found, expected)
         assert torch.equal(generator.get_state(), after)
 
@@ -39,7 +41,7 @@ def drawn(draw, ours, width):
     torch.manual_seed(1)
     x = torch.linspace(-2, 2, width).requires_grad_()
     torch.randn(1)  # which keeps another number in the generator's state
-    with (drawing() if ours else None) or torch.enable_grad():
+    with Draws() if ours else torch.enable_grad():
         y = draw(x)
     y.float().sin().sum().backward()
     return y.detach(), x.grad, torch.randn(2)
@@ -86,7 +88,7 @@ def test_dropouts_have_the_same_bits(name, width):
 
 
 def test_only_large_masks_are_drawn_here():
-    with drawing() as block:
+    with Draws() as block:
         functional.dropout(torch.ones(4095), 0.5)
         functional.dropout(torch.ones(5000), 0.5, training=False)
         assert block.drawn == 0
@@ -96,18 +98,18 @@ def test_only_large_masks_are_drawn_here():
 
 def test_draws_of_another_thread_are_not_lost(monkeypatch):
     """Where it draws meanwhile, torch draws the mask, from behind those numbers."""
-    draw = draws._draw
+    draw = cpu_masks._draw
 
     def interrupted(*args):
-        monkeypatch.setattr(draws, "_draw", draw)
+        monkeypatch.setattr(cpu_masks, "_draw", draw)
         other = threading.Thread(target=lambda: torch.rand(3))
         other.start()
         other.join()
         return draw(*args)
 
-    monkeypatch.setattr(draws, "_draw", interrupted)
+    monkeypatch.setattr(cpu_masks, "_draw", interrupted)
     torch.manual_seed(0)
-    with drawing():
+    with Draws():
         found = functional.dropout(torch.ones(5000), 0.5)
     torch.manual_seed(0)
     torch.rand(3)
@@ -115,13 +117,16 @@ def test_draws_of_another_thread_are_not_lost(monkeypatch):
 
 
 def test_where_torch_draws_otherwise_its_own_dropout_runs(monkeypatch):
-    monkeypatch.setattr(draws, "_SAME", {(0.25, torch.float32): False})
+    monkeypatch.setattr(draws, "_SAME", {torch.float32: False})
     monkeypatch.setattr(draws.Draws, "_dropout", None)
-    with drawing() as block:
+    with Draws() as block:
         functional.dropout(torch.ones(5000), 0.25)
     assert block.drawn == 0
+    monkeypatch.setattr(draws, "_SAME", {})
     monkeypatch.setattr(draws, "_draws_as_torch", lambda: False)
-    assert drawing() is None
+    with Draws() as block:
+        functional.dropout(torch.ones(5000), 0.25)
+    assert block.drawn == 0
 
 
 @pytest.mark.parametrize("memory", ["100%", "60%", "30%"])
@@ -139,8 +144,13 @@ def test_a_model_within_a_budget_has_the_bits_of_its_dropouts(memory, monkeypatc
     expected = step(plain)
     ours = rg.Sequential(*plain, memory=memory)
     assert all(map(torch.equal, step(ours), expected))
-    filled, fill = [], draws._fill
-    monkeypatch.setattr(draws, "_fill", lambda *args: filled.append(args[0].numel()) or fill(*args))
+    filled, fill = [], cpu_masks.fill_as_torch
+
+    def counted(*args):
+        filled.append(args[0].numel())
+        return fill(*args)
+
+    monkeypatch.setattr(cpu_masks, "fill_as_torch", counted)
     assert all(map(torch.equal, step(ours), expected))
     assert sum(filled) >= 4 * 4 * 48 * (64 + 256 + 64 + 4 * 48)  # of all layers
 

@@ -18,10 +18,10 @@ from oracles.autocast import run_or_skip
 from oracles.drawn_graphs import train
 from oracles.lean_models import OTHERS, OWN, build
 from oracles.processes import spawn
+from retrograde.kernels.cpu_masks import packed
 from retrograde.models import lean as lean_module
 from retrograde.models import recipes, tape
 from retrograde.models.cheap import CHEAP
-from retrograde.models.draws import packed
 
 
 @pytest.fixture(autouse=True)

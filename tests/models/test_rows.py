@@ -200,6 +200,31 @@ def test_rows_one_after_the_other_have_one_plan(memory):
         same(trained(copy.deepcopy(model), x), trained(plain, x))
 
 
+class Skipping(Forked):
+    """Each block of the second loop is given the output of one of the first, too."""
+
+    def forward(self, x):
+        h, outputs = self.embed(x), []
+        for block in self.first:
+            h = block(h)
+            outputs.append(h)
+        h = self.middle(h)
+        for block in self.last:
+            h = block(h + 0.5 * outputs.pop())
+        return h
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("memory", ["least", "40%", "70%"])
+def test_states_that_are_kept_for_later_count_until_their_blocks_go_back(memory):
+    plain, model, x = Skipping(), Skipping(), inputs()
+    division = rg.budget(model, least_of(model, x) if memory == "least" else memory, x)
+    for _ in range(2):
+        same(trained(model, x), trained(plain, x))
+    allowed = division.total_bytes + division.elsewhere_bytes + 2 * x.nbytes * WIDTH // 6
+    assert working_bytes(model, x) <= allowed
+
+
 class Paired(nn.Module):
     """An encoder and a decoder, whose inputs have lengths of their own."""
 

@@ -185,6 +185,7 @@ class Known:
         sizes: of these.
         plans: by budget.
         tied: the weights that several layers have.
+        kept: what the model keeps for later: 0 is the first input, k the output of call k − 1.
     """
 
     active: Sequence[int] = ()
@@ -192,6 +193,7 @@ class Known:
     sizes: list[CallSizes] = field(default_factory=list)
     plans: dict[int, tuple[Part, ...]] = field(default_factory=dict)
     tied: frozenset[Tensor] = frozenset()
+    kept: set[int] = field(default_factory=set)
 
     def add(self, unit: Unit, found: CallSizes, *, last: bool) -> None:
         """Add the next call. What it hands on of what the call before made is held throughout. A
@@ -255,7 +257,16 @@ class Known:
         if len(kinds) == 1:
             return kinds[0]
         units = [unit for kind in kinds for unit in kind.units]
-        return cls(units=units, sizes=one_after_the_other([kind.sizes for kind in kinds]))
+        return cls(units=units, sizes=one_after_the_other([kind.with_kept for kind in kinds]))
+
+    @property
+    def with_kept(self) -> list[CallSizes]:
+        """The sizes, with states that the model keeps, or their gradients that wait."""
+        found = [
+            size.beside(size.output_bytes) if k in self.kept else size
+            for k, size in enumerate(self.sizes, 1)
+        ]
+        return [found[0].beside(found[0].input_bytes if 0 in self.kept else 0), *found[1:]]
 
 
 def too_small(memory: int, least: int, kind: Known) -> BudgetError:

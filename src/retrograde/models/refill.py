@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from retrograde.errors import CellError, RetrogradeError
-from retrograde.models import draws, recipes
+from retrograde.models import recipes
+from retrograde.models.draws import Draws
 from retrograde.models.given import Given, tensors_in, unflatten
 from retrograde.models.lean import lean as lean_pass
 from retrograde.models.tape import LeanTape
@@ -68,7 +69,7 @@ class Unit:
 
     def drawing(self) -> Any:
         """Return the context of its calls, in which masks are drawn fast."""
-        return (draws.drawing() if self.draws_fast else None) or nullcontext()
+        return Draws() if self.draws_fast else nullcontext()
 
 
 class Saved:

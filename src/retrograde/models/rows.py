@@ -165,7 +165,7 @@ class Timeline:
         inputs = sum(
             kind.sizes[0].input_bytes for k, (kind, _) in now.items() if min(now) < k <= at
         )
-        calls = [(kind.sizes, parts) for k, (kind, parts) in now.items() if k < at]
+        calls = [(kind.with_kept, parts) for k, (kind, parts) in now.items() if k < at]
         group = (Part(0, 1),)
         return inputs + sum(held_of(s, p or (Part(0, len(s), 0, group),)) for s, p in calls)
 
@@ -211,6 +211,8 @@ class CalledRow:
         self.plans, self.tied = Plans(), tied(self.layers)
         self.seen: list[Known] | None = None  # of all passes, during the run on a sample
         self.events = list[CalledRow]()  # the rows of all calls, in the order of that run
+        self.made = list[list[ref[Tensor]]]()  # its first input and outputs, in that run
+        self.kept = set[int]()  # which of these the model keeps for later
 
     def install(self) -> None:
         """Pass the calls of the layers to this row from now on."""
@@ -220,6 +222,8 @@ class CalledRow:
     def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the call of the model that has this number in the row."""
         if self.seen is not None:
+            if self.events and self.events[-1] is not self:
+                self.events[-1].look()
             self.events.append(self)
         try:
             return self._call(number, args, kwargs)
@@ -228,6 +232,11 @@ class CalledRow:
                 raise
             reason = f"cannot be run again: {refusal}"
             raise RefusedLayerError(*self.calls[number], reason) from refusal
+
+    def look(self) -> None:
+        """Note which states but the last are still there, after a run on a sample."""
+        alive = [any(t() is not None for t in made) for made in self.made]
+        self.kept |= {k for k, is_kept in enumerate(alive) if is_kept}
 
     def _call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         k, part = self.parts[number]
@@ -254,6 +263,8 @@ class CalledRow:
             else:
                 own = made_by(result, given.leaves)
                 now.made = [y if y is None else ref(y) for y in own]
+                if self.seen is not None:
+                    self.made.append([y for y in now.made if y is not None])
             for y in own:
                 if y is not None:
                     setattr(y, _MARK, (now, version(y)))
@@ -290,12 +301,13 @@ class CalledRow:
 
     def _begin(self, active: list[int], given: Given) -> _Pass:
         layers = [layer for one in self.layers for layer in one]
-        unknown = partial(Known, active, tied=self.tied)
+        unknown = partial(Known, active, tied=self.tied, kept=self.kept)
         kind = self.plans.kind_of(layers, given, unknown, fractions=False)
         if kind is None:
             return _Pass(self, unknown(), None)
         if self.seen is not None:
             self.seen.append(kind)
+            self.made = [[*map(ref, tensors_in(given.state))]]
             return _Pass(self, kind, Row((), kind.tied, partial(kind.late_plan, 0)))
         return _Pass(self, kind, self.timeline.begin(self, kind))
 

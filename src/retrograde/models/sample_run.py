@@ -206,7 +206,7 @@ class WatchedRow(Watched):
         self.row.seen = seen = list[Known]()
         self.row.install()
         yield
-        self.row.seen = None
+        self.row.seen, self.row.made, self.row.events = None, [], []
         self.kinds = [kind for kind in seen if kind.is_measured]  # the model ran these to their end
         for kind in self.kinds:
             self._seen(id(kind), partial(attrgetter("least_bytes", "ordinary_bytes"), kind))

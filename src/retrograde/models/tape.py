@@ -23,7 +23,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from retrograde.models.cheap import Operation
-from retrograde.models.draws import DRAWING, drawing, packed, unpack_into
+from retrograde.models.draws import DRAWING, Draws
 from retrograde.models.recipes import (
     CHANGED,
     KNOWN,
@@ -62,7 +62,7 @@ class LeanTape(TorchFunctionMode):
         self._pending: list[Box] = []  # let go, and perhaps not released yet
         self._credit = 0  # bytes that were let go, and are released
         self._task = task  # the backward pass in which it saves, or -1
-        self._draws = drawing()
+        self._draws = Draws()
         self._is_changing = False  # a function runs that changes its first argument in place
 
     def __torch_function__(
@@ -80,7 +80,7 @@ class LeanTape(TorchFunctionMode):
         if rule is None:
             return func(*args, **kwargs)
         changes, shares, may_be_small, note = rule
-        if func in DRAWING and self._draws is not None:
+        if func in DRAWING:
             func = partial(self._draws.call, func)
         first = kwargs.get("out", args[0] if args else kwargs.get("input"))
         if not isinstance(first, Tensor):
@@ -190,6 +190,8 @@ class LeanTape(TorchFunctionMode):
         self._settle()
         if not noise.is_cpu or noise.numel() // 8 > self._credit:
             return
+        from retrograde.kernels.cpu_masks import packed
+
         with torch.no_grad():
             one, mask = noise.new_ones(()).div_(1 - p), packed(noise)
             again = None if (p, noise.dtype) in _NOISES else _noise(mask, one, noise.shape)
@@ -332,6 +334,8 @@ def _large(tensor: Tensor) -> int:
 
 
 def _noise(mask: Tensor, one: Tensor, shape: torch.Size) -> Tensor:
+    from retrograde.kernels.cpu_masks import unpack_into
+
     return unpack_into(mask, one.new_empty(shape)).mul_(one)
 
 

@@ -5,7 +5,6 @@ The call runs by itself, without the graph that its arguments came from, and lea
 
 import gc
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError
-from retrograde.models.draws import drawing
+from retrograde.models.draws import Draws
 from retrograde.models.given import Given, made_by, tensors_in, unflatten
 from retrograde.models.refill import Unit
 from retrograde.replay.dry_run import try_out
@@ -58,9 +57,9 @@ def try_call(
         nonlocal drawn
         args, kwargs, _, anchor = enter(given.leaves, wants_of(given.leaves), given.spec)
         anchors.append(ref(anchor))
-        with (draws := drawing()) or nullcontext():
+        with Draws() as draws:
             result = forward(*args, **kwargs)
-        drawn = 0 if draws is None else draws.drawn
+        drawn = draws.drawn
         return result
 
     trial = try_out(call, layers, device_of(*tensors), tensors_in)

@@ -102,6 +102,14 @@ class CallSizes:
     apart_bytes: int = 0
     begins: bool = False
 
+    def beside(self, more: int) -> "CallSizes":
+        """Return the sizes if others keep some bytes from its forward pass until it goes back."""
+        ways = (
+            replace(w, held_bytes=w.held_bytes + more, backward_bytes=w.backward_bytes + more)
+            for w in self.ways
+        )
+        return replace(self, ways=tuple(ways), noted_bytes=self.noted_bytes + more)
+
     def held_back(self, waits: int, copied: int = 0) -> "CallSizes":
         """Return the sizes if the given gradient takes more bytes, or has to be copied."""
         ways = (replace(w, backward_bytes=w.backward_bytes + waits + copied) for w in self.ways)
