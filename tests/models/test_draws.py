@@ -12,6 +12,7 @@ from retrograde.kernels import cpu_masks
 from retrograde.kernels.cpu_masks import fill_as_torch, packed, unpack_into
 from retrograde.models import draws
 from retrograde.models.draws import Draws
+from retrograde.replay.generators import OwnDraws, sources
 
 pytestmark = pytest.mark.skipif(
     not draws._draws_as_torch(), reason="torch draws masks otherwise on this processor"
@@ -87,6 +88,13 @@ def test_dropouts_have_the_same_bits(name, width):
         assert torch.equal(ours, theirs)
 
 
+def test_where_draws_are_watched_torch_draws():
+    with OwnDraws(sources(torch.device("cpu"))) as watch, Draws() as block:
+        functional.dropout(torch.ones(5000), 0.5)
+    assert block.drawn == 0
+    assert len(watch.drawn) == 1
+
+
 def test_only_large_masks_are_drawn_here():
     with Draws() as block:
         functional.dropout(torch.ones(4095), 0.5)
@@ -129,8 +137,12 @@ def test_where_torch_draws_otherwise_its_own_dropout_runs(monkeypatch):
     assert block.drawn == 0
 
 
+@pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("memory", ["100%", "60%", "30%"])
-def test_a_model_within_a_budget_has_the_bits_of_its_dropouts(memory, monkeypatch):
+def test_a_model_within_a_budget_has_the_bits_of_its_dropouts(memory, alone, monkeypatch):
+    done = threading.Event()
+    if not alone:  # a trial then watches each operation that draws
+        threading.Thread(target=done.wait, daemon=True).start()
     torch.manual_seed(0)
     layers = [nn.TransformerEncoderLayer(64, 4, 256, 0.2, batch_first=True) for _ in range(4)]
     plain, x = nn.Sequential(*layers), torch.randn(4, 48, 64)
@@ -153,6 +165,7 @@ def test_a_model_within_a_budget_has_the_bits_of_its_dropouts(memory, monkeypatc
     monkeypatch.setattr(cpu_masks, "fill_as_torch", counted)
     assert all(map(torch.equal, step(ours), expected))
     assert sum(filled) >= 4 * 4 * 48 * (64 + 256 + 64 + 4 * 48)  # of all layers
+    done.set()
 
 
 @pytest.mark.parametrize("kind", [torch.uint8, torch.bool, torch.int64, *DTYPES])

@@ -59,7 +59,7 @@ def try_call(
         anchors.append(ref(anchor))
         with Draws() as draws:
             result = forward(*args, **kwargs)
-        drawn = draws.drawn
+        drawn = max(drawn, draws.drawn)  # a trial that is watched draws as torch does
         return result
 
     trial = try_out(call, layers, device_of(*tensors), tensors_in)
