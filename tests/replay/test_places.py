@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import types
 from collections import deque
 from functools import partial
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from retrograde.replay import places as places_of
 from retrograde.replay.places import Unreadable
 from retrograde.replay.referents import find_referents
 
@@ -245,3 +247,57 @@ def test_what_must_not_be_read_raises_however_it_is_read(error):
     for read in reads:
         with pytest.raises(error, match="gone"):
             read()
+
+
+class Kinded:
+    kind = "plain"
+
+
+def with_default(x=1):
+    return x
+
+
+def test_places_watched_together_tell_what_each_alone_would():
+    """Each change is told by its name, with the value that was there before."""
+    inside, numbers, table = {"a": 1.5, "b": object()}, [object(), "c"], {"d": 2}
+    array, long, cell = np.ones(3), [*range(2000)], types.CellType(3)
+    places = [
+        places_of.Contents(numbers, "numbers"),
+        places_of.Entries(inside, "inside"),
+        places_of.Entries(inside, "inside", ["b", "gone"]),
+        places_of.Contents(table, "table").without(["d"]),
+        places_of.Attributes(Kinded, "Kinded", ["kind"]),
+        places_of.Attributes(with_default, "with_default", ["__defaults__"]),
+        places_of.Attributes(cell, "cell", ["cell_contents"]),
+        places_of.Contents(array, "array"),
+        places_of.Contents(long, "long"),
+    ]
+    watch = places_of.Watch(places)
+
+    def changed(write, back):
+        then, notes = watch.now(), places_of.note(places)
+        assert not watch.changes(then)
+        write()
+        found = watch.changes(then)
+        expected = places_of.changes(notes)
+        assert [*found] == [*expected]
+        assert [*map(str, found.values())] == [*map(str, expected.values())]
+        back()
+        return [slot.called for slot in found]
+
+    assert changed(lambda: inside.update(a=2), lambda: inside.update(a=1.5)) == ["inside.a"]
+    assert changed(lambda: inside.update(gone=1), lambda: inside.pop("gone")) == ["inside.gone"] * 2
+    assert changed(lambda: numbers.append(1), numbers.pop) == ["numbers"]
+    assert changed(lambda: numbers.insert(0, 1), lambda: numbers.pop(0))
+    assert changed(lambda: table.update(d=3, e=1), lambda: table.pop("e")) == ["table['e']"]
+    assert changed(lambda: setattr(Kinded, "kind", 1), lambda: setattr(Kinded, "kind", "plain"))
+    assert changed(
+        lambda: setattr(with_default, "__defaults__", (2,)),
+        lambda: setattr(with_default, "__defaults__", (1,)),
+    )
+    assert changed(
+        lambda: delattr(cell, "cell_contents"), lambda: setattr(cell, "cell_contents", 3)
+    )
+    assert changed(lambda: array.fill(2), lambda: array.fill(1)) == ["array"]
+    assert changed(lambda: long.append(1), long.pop) == ["long"]
+    assert not changed(lambda: inside.update(a=float("1.5")), lambda: None)  # an equal number

@@ -75,8 +75,10 @@ def _drop(
 
 
 def fill_as_torch(target: Tensor, p: float, generator: torch.Generator) -> bool:
-    """Do as ``target.bernoulli_(p)`` does, several times as fast. Return whether nobody else drew
-    meanwhile; if somebody did, the generator is as he left it.
+    """Do as ``target.bernoulli_(p)`` does, several times as fast.
+
+    Return whether nobody else drew meanwhile. If somebody did, the generator stays as it is then,
+    and the target holds nothing of use.
 
     torch takes two words of 32 bits for a number below one of 53 bits, and compares it with p. A
     generator's state has the words that are left, the next one's place, and 624 words. Blocks of

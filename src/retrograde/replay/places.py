@@ -253,8 +253,8 @@ Glance = tuple[tuple[Any, ...], tuple[Any, ...], list[int], list[Any], list[Seen
 class Watch:
     """Places whose values are noted together, and compared by identity first.
 
-    A call looks at a hundred places three times, and hardly ever has one changed. So values are
-    compared place by place only where one differs.
+    A call and its rerun look at a hundred places each, and hardly ever has one changed. So values
+    are compared place by place only where one differs.
     """
 
     def __init__(self, places: Sequence[Place]) -> None:
