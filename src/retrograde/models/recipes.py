@@ -194,8 +194,11 @@ class Search:
 
         ``nbytes`` is its size, if known. ``copied``: its strides do not matter, as it is copied.
         """
-        operation, notes, edges = CHEAP.get(node.name()), node.metadata, node.next_functions
-        if operation is not None and operation.check is not None:
+        operation = CHEAP.get(node.name())
+        if operation is None:
+            return None
+        notes, edges = node.metadata, node.next_functions
+        if operation.check is not None:
             operation = operation.check(node, nr, edges)
         if operation is None or CHANGED in notes or node._sequence_nr() < self._first:
             return None  # a node of before may have changed unseen

@@ -79,7 +79,7 @@ class LeanTape(TorchFunctionMode):
         rule = _RULES[func] if func in _RULES else _rule_of(func)
         if rule is None:
             return func(*args, **kwargs)
-        changes, shares, may_be_small, note = rule
+        changes, shares, note = rule
         if func in DRAWING:
             func = partial(self._draws.call, func)
         first = kwargs.get("out", args[0] if args else kwargs.get("input"))
@@ -98,14 +98,7 @@ class LeanTape(TorchFunctionMode):
             self._is_changing = True
         if shares:
             self.touch(first, shares == "data")
-        if may_be_small and self._saves_nothing_large(args):
-            _autograd._pop_saved_tensors_default_hooks()
-            try:
-                result = func(*args, **kwargs)
-            finally:
-                _autograd._push_saved_tensors_default_hooks(self.pack, unpack)
-        else:
-            result = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         self._is_changing = False
         if first._version != before:
             self._changed(first, _autograd._get_sequence_nr() > newest)
@@ -114,15 +107,6 @@ class LeanTape(TorchFunctionMode):
             if node is not None and node._sequence_nr() >= newest:  # else this call made none
                 note(self, node, args, kwargs)
         return result
-
-    def _saves_nothing_large(self, args: Any) -> bool:
-        """Whether a function is given nothing that could be let go, and this tape would save it."""
-        for one in args:
-            is_leaf = isinstance(one, Tensor) and one.requires_grad and one.is_leaf
-            if isinstance(one, Tensor) and not is_leaf and self._matters(one):
-                return False
-        hooks = _autograd._top_saved_tensors_default_hooks(True)
-        return hooks is not None and hooks[0] == self.pack
 
     def _matters(self, tensor: Tensor) -> bool:
         size = _large(tensor)
@@ -134,12 +118,12 @@ class LeanTape(TorchFunctionMode):
         if torch._C._is_torch_function_mode_enabled():
             with torch._C.DisableTorchFunction():
                 return self.pack(tensor)
-        version = tensor._version
-        if tensor.requires_grad and tensor.is_leaf:
-            return Versioned(tensor, version)
+        version, base = tensor._version, tensor if tensor._base is None else tensor._base
+        if base.requires_grad and base.is_leaf:
+            return Versioned(tensor if base is tensor else tensor.detach(), version)
         if not self._matters(tensor):
             return Versioned(tensor.detach(), version)
-        storage, base = tensor.untyped_storage(), tensor if tensor._base is None else tensor._base
+        storage = tensor.untyped_storage()
         box = self._box_of(storage)
         dtype = base.dtype if box is None else box.dtype
         if dtype is not tensor.dtype or torch._C._current_graph_task_id() != self._task:
@@ -155,7 +139,7 @@ class LeanTape(TorchFunctionMode):
             node: Any = base.grad_fn
             if node is None or not self._let_go(box, node, base, tensor.requires_grad):
                 box.keep(base)
-                self.kept += 0 if base.is_leaf and base.requires_grad else box.nbytes
+                self.kept += box.nbytes
             if node is not None:
                 node.metadata[base.output_nr] = ref(box)
         shape = shape_of(tensor)
@@ -367,7 +351,7 @@ for _name in ("add", "sub", "subtract", "add_", "sub_", *_BY_SIGN):
 # Of functions that were called: whether they change their first argument in place, and whether
 # their results share memory unseen. Then whether they may save small tensors only, and what is
 # noted.
-_RULES: dict[Any, tuple[bool, str, bool, Callable[..., None] | None] | None] = {}
+_RULES: dict[Any, tuple[bool, str, Callable[..., None] | None] | None] = {}
 # What neither saves nor changes anything.
 _PLAIN = {"__get__", "size", "stride", "dim", "view", "reshape", "flatten", "unflatten", "permute"}
 _PLAIN |= {"transpose", "squeeze", "unsqueeze", "expand", "split", "chunk", "contiguous"}
@@ -379,5 +363,5 @@ def _rule_of(func: Any) -> Any:
         return _RULES.setdefault(func, None)
     changes = (name[-1:] == "_" and name[-2:] != "__") or name in _CHANGING  # add_, not __add__
     note = _NOTES.get(func)
-    rule = _RULES[func] = changes, _SHARING.get(func, ""), note is None, note
+    rule = _RULES[func] = changes, _SHARING.get(func, ""), note
     return rule
