@@ -219,6 +219,19 @@ def test_captured_tensors_get_their_gradients_leaf_or_not():
         torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
 
 
+def test_a_captured_tensor_without_numbers_is_not_one_that_is_written_to():
+    holes = torch.tensor([1.0, float("nan"), 2.0])
+
+    def cell(x, h):
+        h = (x * holes.nan_to_num() + h).tanh()
+        return h, h
+
+    x = torch.randn(12, 3, requires_grad=True)
+    expected = torch.autograd.grad(loop(cell, x, torch.zeros(3))[0].sum(), x)
+    y, _ = rg.unroll(cell, x, torch.zeros(3), schedule=rg.plan(12, 2))
+    assert_bitwise(torch.autograd.grad(y.sum(), x), expected)
+
+
 def test_a_captured_tensor_that_cannot_be_found_is_refused():
     base = torch.randn(3, requires_grad=True)
     hidden = [{"deep": [{"deeper": [{"deepest": base.exp()}]}]}]

@@ -149,7 +149,7 @@ class _Phases:
         if root and (edges or own):
             for shape, dtype, device in self.like:
                 seed = torch.ones(shape[:: -1 if self.turned else 1], dtype=dtype, device=device)
-                turned = seed.permute(*reversed(range(seed.dim()))) if self.turned else seed
+                turned = seed.permute(tuple(reversed(range(seed.dim())))) if self.turned else seed
                 self.seeds.append(turned)
                 del seed, turned
             begin = [torch.empty(0, device=self.device)]

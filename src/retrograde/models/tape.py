@@ -132,6 +132,10 @@ class LeanTape(TorchFunctionMode):
         if tensor.is_cuda and torch._C._cuda_getCurrentRawStream(tensor.get_device()):
             return tensor.detach(), version  # not the default stream, which a recipe would need
         if box is not None and box.version != version:
+            alias = box.alias()
+            if alias is not None and alias._version == box.version:  # it has versions of its own
+                self._take_back(box)
+                return Versioned(tensor.detach(), version)
             box.overwritten, box = True, None
         if box is None:
             box = Box(base, storage)
@@ -314,7 +318,9 @@ def _large(tensor: Tensor) -> int:
     size = tensor.untyped_storage().nbytes()
     if size < LEAST_BYTES or tensor.is_neg() or tensor.is_conj():
         return 0
-    return 0 if tensor._is_zerotensor() or tensor.is_quantized else size
+    # Complex numbers have other bits where they are multiplied or divided in place.
+    kept = tensor._is_zerotensor() or tensor.is_quantized or tensor.is_complex()
+    return 0 if kept else size
 
 
 def _noise(mask: Tensor, one: Tensor, shape: torch.Size) -> Tensor:

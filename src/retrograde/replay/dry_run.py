@@ -16,6 +16,7 @@ wrote to, entries of lists longer than a thousand, and what cannot be found from
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -348,11 +349,17 @@ class _Owner:
         # A kernel may write without counting a version, and a write may leave the same value.
         written = self.versions != list(map(version, self.tensors))
         pairs = zip(self.noted, self.values, strict=True)
-        if written or not all(torch.equal(t, value) for t, value in pairs):
+        if written or not all(_same(t, value) for t, value in pairs):
             self.changed = True
             if self.whole:
                 device = torch.device("cpu")
                 Ambient(device, buffers=tuple(self.tensors)).restore(tuple(self.values))
+
+
+def _same(t: Tensor, value: Tensor) -> bool:
+    real = t.is_floating_point() or t.is_complex()
+    nan_too = partial(torch.allclose, rtol=0, atol=0, equal_nan=True)
+    return torch.equal(t, value) or (real and nan_too(t, value))
 
 
 _FEW = 16
