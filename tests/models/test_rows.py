@@ -225,6 +225,30 @@ def test_states_that_are_kept_for_later_count_until_their_blocks_go_back(memory)
     assert working_bytes(model, x) <= allowed
 
 
+class Masking(nn.Module):
+    """Makes a mask that is larger than a state, and gives it to all its blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(16, 2, 32, 0.0) for _ in range(6))
+
+    def forward(self, x):
+        mask = torch.zeros(2 * x.shape[1], len(x), len(x)).triu(1) - x.shape[2]
+        for block in self.blocks:
+            x = block(x, src_mask=mask)
+        return x
+
+
+def test_what_the_model_makes_for_all_its_blocks_is_told():
+    model, x = Masking(), torch.randn(128, 2, 16)
+    plain = copy.deepcopy(model)
+    division = rg.budget(model, least_of(model, x), x)
+    mask, states = 4 * 4 * 128 * 128, 2 * x.nbytes  # the first and the last
+    assert mask <= division.elsewhere_bytes <= mask + states
+    same(trained(model, x), trained(plain, x))
+    assert working_bytes(model, x) <= division.total_bytes + division.elsewhere_bytes + 2**10
+
+
 class Paired(nn.Module):
     """An encoder and a decoder, whose inputs have lengths of their own."""
 

@@ -212,9 +212,10 @@ def _watched(
             with untouched(model), torch.enable_grad(), ExitStack() as stack:
                 for one in watched:
                     stack.enter_context(one.watched())
-                    if isinstance(one, WatchedRow):
-                        one.row.events = events
-                elsewhere = bytes_elsewhere(model, sample)
+                rows = [one.row for one in watched if isinstance(one, WatchedRow)]
+                for row in rows:
+                    row.events = events
+                elsewhere = bytes_elsewhere(model, sample, rows)
         except RefusedLayerError as refusal:
             refused[refusal.name] = refusal.reason
             order.refuse(type(refusal.layer))

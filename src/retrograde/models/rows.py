@@ -213,6 +213,7 @@ class CalledRow:
         self.events = list[CalledRow]()  # the rows of all calls, in the order of that run
         self.made = list[list[ref[Tensor]]]()  # its first input and outputs, in that run
         self.kept = set[int]()  # which of these the model keeps for later
+        self.others = list[ref[Tensor]]()  # what its calls hold besides, in that run
 
     def install(self) -> None:
         """Pass the calls of the layers to this row from now on."""
@@ -256,6 +257,10 @@ class CalledRow:
             at = now.kind.active.index(k)
             self._measure(now.kind, at, given, made if at else None)
             result, now.last = now.calls.run(at, now.kind.units[at], forward, given, made, now.last)
+            if self.seen is not None and now.last is not None:
+                held = zip(given.leaves, now.last.given, strict=True)
+                state = given.state if at or self.events[0] is not self else None
+                self.others += [ref(one.value) for x, one in held if _is_rest(x, state)]
         if now is not None and number + 1 < len(self.calls):
             now.next = number + 1
             if part or k not in now.kind.active:  # the same tensors as before
@@ -272,6 +277,9 @@ class CalledRow:
             now.last = None
             if self.seen is None:
                 self.timeline.end(self)
+            else:
+                for y in tensors_in(result):
+                    setattr(y, _MARK, (None, -1))
         return result
 
     def _pass(self, number: int, given: Given) -> _Pass | None:
@@ -338,6 +346,12 @@ def _pass_of(t: Any) -> _Pass | None:
     """Return the pass that a tensor belongs to; None if it was written to since then."""
     now, then = getattr(t, _MARK, (None, 0))
     return now if then == version(t) else None
+
+
+def _is_rest(value: Any, state: Any) -> bool:
+    """Return whether an argument is a tensor that neither is the state nor was a row's result."""
+    ours = [id(t) for t in tensors_in(state)]
+    return isinstance(value, Tensor) and id(value) not in ours and not hasattr(value, _MARK)
 
 
 def passes_through(layer: nn.Module) -> bool:

@@ -206,7 +206,7 @@ class WatchedRow(Watched):
         self.row.seen = seen = list[Known]()
         self.row.install()
         yield
-        self.row.seen, self.row.made, self.row.events = None, [], []
+        self.row.seen, self.row.made, self.row.events, self.row.others = None, [], [], []
         self.kinds = [kind for kind in seen if kind.is_measured]  # the model ran these to their end
         for kind in self.kinds:
             self._seen(id(kind), partial(attrgetter("least_bytes", "ordinary_bytes"), kind))
@@ -318,9 +318,10 @@ def run_model(model: nn.Module, sample: Any) -> Any:
     return model(sample)
 
 
-def bytes_elsewhere(model: nn.Module, sample: Any) -> int:
+def bytes_elsewhere(model: nn.Module, sample: Any, rows: Sequence[CalledRow]) -> int:
     """Run a model whose parts are watched. Return the bytes that the rest of it holds for its
-    backward pass, beside its parameters, its input and its output."""
+    backward pass, beside its parameters, its input and its output. Masks and the like, which rows
+    are given, are among them: a dropped call holds its arguments."""
     saved: list[ref[Tensor]] = []
 
     def pack(t: Tensor) -> Tensor:
@@ -330,6 +331,7 @@ def bytes_elsewhere(model: nn.Module, sample: Any) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         output = run_model(model, sample)
+    saved += [one for row in rows for one in row.others]
     others = [*model.parameters(), *model.buffers(), *tensors_in(sample), *tensors_in(output)]
     held = [t for reference in saved if (t := reference()) is not None]
     apart = dict(map(_memory, others))
