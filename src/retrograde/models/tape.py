@@ -19,6 +19,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch._C import _autograd
+from torch.compiler import is_compiling
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -74,7 +75,7 @@ class LeanTape(TorchFunctionMode):
     ) -> Any:
         """Call a function, and note what it changes in place."""
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return func(*args, **kwargs)
         rule = _RULES[func] if func in _RULES else _rule_of(func)
         if rule is None:
@@ -119,8 +120,9 @@ class LeanTape(TorchFunctionMode):
             with torch._C.DisableTorchFunction():
                 return self.pack(tensor)
         version, base = tensor._version, tensor if tensor._base is None else tensor._base
-        if base.requires_grad and base.is_leaf:
-            return Versioned(tensor if base is tensor else tensor.detach(), version)
+        small = base.numel() * base.itemsize < LEAST_BYTES
+        if small or (base.requires_grad and base.is_leaf):
+            return Versioned(tensor if tensor.is_leaf else tensor.detach(), version)
         if not self._matters(tensor):
             return Versioned(tensor.detach(), version)
         storage = tensor.untyped_storage()
