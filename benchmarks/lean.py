@@ -7,11 +7,10 @@ outputs, gradients and buffers, in training, in evaluation and with autocast.
     pip install transformers
     python benchmarks/lean.py                 # JSON into benchmarks/results/
     python benchmarks/lean.py --models GPT-2  # a quick look; nothing is written
-    python benchmarks/lean.py --heap trimmed  # adds a column of times to that JSON
 
 The C library gives freed memory back to the system, and takes it page by page at the next step. How
 often depends on which block lies last in the heap: the same step varies by a tenth. So times are
-taken with a heap that is kept, as jemalloc and a GPU's allocator do; ``trimmed`` is as it comes.
+taken with a heap that is kept, as jemalloc and a GPU's allocator do.
 Ratios still vary by some percent from process to process: each is the median of three processes.
 """
 
@@ -229,9 +228,8 @@ def main() -> None:
     parser.add_argument("--beside", nargs="*", default=["Encoder", "GPT-2", "Llama", "ResNet-18"])
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--times-of", help="print the times of one model in this process")
-    parser.add_argument("--heap", choices=["kept", "trimmed"], default="kept")
     options = parser.parse_args()
-    if options.heap == "kept" and not options.times_of and not HEAP.keys() <= os.environ.keys():
+    if not options.times_of and not HEAP.keys() <= os.environ.keys():
         # They are read when a process starts.
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | HEAP)
     warnings.simplefilter("ignore")
@@ -240,14 +238,6 @@ def main() -> None:
         return
     path = RESULTS / "lean_cpu.json"
     whole = options.models == [*OWN, *OTHERS]
-    if options.heap == "trimmed":
-        result = json.loads(path.read_text())
-        for row in result["rows"]:
-            taken = median_times(row["model"], options.rounds)
-            row["time_trimmed"] = round(taken["lean"] / taken["ordinary"], 3)
-            print(f"{row['model']:20} {row['time_trimmed']:.2f}", flush=True)
-        path.write_text(json.dumps(result, indent=1) + "\n")
-        return
     result = {"machine": machine_of(torch.device("cpu")), "rows": []}
     for name in options.models:
         built = build(name, large=True)

@@ -484,18 +484,18 @@ def lean() -> str:
         rows.append([
             row["model"],
             f"{size(row['ordinary_bytes'])} → {size(row['lean_bytes'])}",
-            *(f"{row[key]:.2f}" for key in ("memory", "memory_bf16", "time", "time_trimmed")),
+            *(f"{row[key]:.2f}" for key in ("memory", "memory_bf16", "time")),
             "all equal" if all(row["bits"].values()) else "**differ**",
         ])  # fmt: skip
     found = results("lean_cpu")["rows"]
     for name, of in (("*average*", statistics.mean), ("*worst*", max)):
-        keys = ("memory", "memory_bf16", "time", "time_trimmed")
+        keys = ("memory", "memory_bf16", "time")
         rows.append([name, "", *(f"{of(row[key] for row in found):.2f}" for key in keys), ""])
-    head = ["model", "working memory", "share", "bfloat16", "time", "heap trimmed", "bits"]
+    head = ["model", "working memory", "share", "bfloat16", "time", "bits"]
     return table(head, rows) + (
         "\nTrain and eval, float32 and autocast, all bits compared. The C library gives freed "
         "memory back and takes it page by page. *Time* keeps the heap, as other allocators do, for "
-        f"both sides. {source('lean_cpu')}\n"
+        f"both sides; it is the median of three processes. {source('lean_cpu')}\n"
     )
 
 
@@ -536,6 +536,25 @@ def lean_overhead() -> str:
     )
 
 
+def compile_budget() -> str:
+    rows = []
+    for row in results("compile_budget_cpu")["rows"]:
+        ways = [row["bytes"], row["ratios"]]
+        theirs, ours = (
+            " / ".join(f"{way[name] / way['plain']:.2f}" for way in ways) if name in ways[0] else ""
+            for name in ("compiled", "budget")
+        )
+        differs = row["gradients_differ"]
+        rows.append([
+            f"{row['dropout']:g}", f"{row['share']:.0%}", theirs,
+            f"**{differs:.2f}**" if differs else "none",
+            ours or f"refused: at least {row['least_share']:.0%}",
+            "none" if row.get("ours_differ") == 0 else "",
+        ])  # fmt: skip
+    head = ["dropout", "asked", "torch.compile", "gradient differs by", "rg.budget", "differs by"]
+    return table(head, rows) + f"\n{source('compile_budget_cpu')}\n"
+
+
 BLOCKS: dict[str, Callable[[], str]] = GPU_BLOCKS | {
     block.__name__: block
     for block in (
@@ -543,7 +562,7 @@ BLOCKS: dict[str, Callable[[], str]] = GPU_BLOCKS | {
         planner, chain_networks, sparse_jacobians, rank_jacobians, ranks_memory,
         million_steps, recipes, chain_least, examples, first_call, resident,
         jax_scan, jax_compiling, five_percent, lean, lean_front, lean_beside,
-        lean_overhead, masks, called_layers,
+        lean_overhead, masks, called_layers, compile_budget,
     )
 }  # fmt: skip
 

@@ -141,8 +141,7 @@ class Dropped:
     def _drop(self, ours: set[int], t: Tensor) -> Any:
         if _is_free(t, ours):
             return recipes.Versioned(t, t._version)
-        if self.trail is not None:
-            self.trail.arrive(len(self.saved))
+        self._arrive(len(self.saved))
         saved = Saved(self)
         self.saved.append(ref(saved))
         self.forms.append((t.shape, t.dtype))
@@ -221,8 +220,7 @@ class Dropped:
             nonlocal number, ended
             if _is_free(t, ours):
                 return recipes.Versioned(t, t._version)
-            if self.trail is not None:
-                self.trail.arrive(number)
+            self._arrive(number)
             at, number = number, number + 1
             if at >= len(self.forms) or self.forms[at] != (t.shape, t.dtype):
                 raise self._differs()

@@ -260,7 +260,9 @@ class CalledRow:
             if self.seen is not None and now.last is not None:
                 held = zip(given.leaves, now.last.given, strict=True)
                 state = given.state if at or self.events[0] is not self else None
-                self.others += [ref(one.value) for x, one in held if _is_rest(x, state)]
+                ours = {id(t) for t in tensors_in(state)}
+                rest = [one.value for x, one in held if id(x) not in ours and not hasattr(x, _MARK)]
+                self.others += map(ref, tensors_in(rest))
         if now is not None and number + 1 < len(self.calls):
             now.next = number + 1
             if part or k not in now.kind.active:  # the same tensors as before
@@ -346,12 +348,6 @@ def _pass_of(t: Any) -> _Pass | None:
     """Return the pass that a tensor belongs to; None if it was written to since then."""
     now, then = getattr(t, _MARK, (None, 0))
     return now if then == version(t) else None
-
-
-def _is_rest(value: Any, state: Any) -> bool:
-    """Return whether an argument is a tensor that neither is the state nor was a row's result."""
-    ours = [id(t) for t in tensors_in(state)]
-    return isinstance(value, Tensor) and id(value) not in ours and not hasattr(value, _MARK)
 
 
 def passes_through(layer: nn.Module) -> bool:

@@ -77,7 +77,7 @@ class Watched(ABC):
     @property
     def useless(self) -> bool:
         """Whether a budget would save less than a tenth of its bytes."""
-        return False
+        return bool(self.calls) and self.minimum_bytes > _USEFUL * self.ordinary_bytes
 
     def used(self, part: int) -> int:
         """Return the bytes of all calls if each has this part of the budget."""
@@ -102,7 +102,9 @@ class Watched(ABC):
 
 
 class WatchedModule(Watched):
-    """A module that will become its ``twin``."""
+    """A module that will become its ``twin``. It was asked for, so it always gets a budget."""
+
+    useless = False
 
     def __init__(self, name: str, module: Swappable, title: str) -> None:
         super().__init__(name, title)
@@ -193,10 +195,6 @@ class WatchedRow(Watched):
         return [(self, part)]
 
     @property
-    def useless(self) -> bool:
-        return bool(self.calls) and self.minimum_bytes > _USEFUL * self.ordinary_bytes
-
-    @property
     def held_bytes(self) -> int:
         """What its calls hold until they go back, but for the last output."""
         return sum(call.input_bytes + call.ways[0].held_bytes for call in self.kinds[0].sizes)
@@ -222,10 +220,6 @@ class WatchedRows(Watched):
         self.rows, self.kinds = rows, [one.kinds[0] for one in rows]
         self.all = Known.of_rows(self.kinds)
         self._seen(0, lambda: (self.all.least_bytes, self.all.ordinary_bytes))
-
-    @property
-    def useless(self) -> bool:
-        return self.minimum_bytes > _USEFUL * self.ordinary_bytes
 
     def give(self, part: int) -> Iterable[tuple[Watched, int]]:
         timeline, plan, start = Timeline([one.row for one in self.rows]), self.all.plan(part), 0

@@ -16,7 +16,6 @@ wrote to, entries of lists longer than a thousand, and what cannot be found from
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor
 from retrograde.errors import CellError
 from retrograde.machine import MEASURING, unpacked
 from retrograde.replay.captured import distinct, foreign_tensors
-from retrograde.replay.generators import OwnDraws, Source, draws_python, is_alone, sources
+from retrograde.replay.generators import OwnDraws, Source, is_alone, sources
 from retrograde.replay.places import (
     ABSENT,
     Contents,
@@ -102,7 +101,7 @@ def try_out(
             restore(trial.before)
             raise
     ambient = trial.ambient(made_of)
-    decides = watch.decides or any(map(draws_python, ambient.sources))
+    decides = watch.decides or not all(s.is_torchs for s in ambient.sources)
     return DryRun(value, ambient, mark, trial.found, decides)
 
 
@@ -157,7 +156,7 @@ class _Trial(Generic[T]):
             drawn, self.drawn = self.drawn, ()  # a generator of another thread's is not rewound
             ours = OwnDraws(drawn)
             mark, value = self.once(ours)
-            self.drawn = tuple(s for s in drawn if s in ours.drawn or draws_python(s))
+            self.drawn = tuple(s for s in drawn if s in ours.drawn or not s.is_torchs)
         return mark, value
 
     def once(self, watch: OwnDraws | None = None) -> tuple[int, T]:
@@ -338,10 +337,9 @@ class _Owner:
         self.tensors, self.captured, self.changed = tensors, captured, False
         self.versions = list(map(version, tensors))
         self.whole = not captured or tensors[0].numel() <= _FEW
-        self.noted = tensors
+        self.noted = [t for t in tensors if t.layout is torch.strided]  # sparse ones count versions
         if not self.whole:  # batch normalization writes to vectors, and counts no version
-            vectors = (t for t in tensors if t.dim() == 1 and t.layout is torch.strided)
-            self.noted = [t[:_FEW] for t in vectors]
+            self.noted = [t[:_FEW] for t in self.noted if t.dim() == 1]
         self.values = [t.detach().clone() for t in self.noted]
 
     def put_back(self) -> None:
@@ -349,17 +347,15 @@ class _Owner:
         # A kernel may write without counting a version, and a write may leave the same value.
         written = self.versions != list(map(version, self.tensors))
         pairs = zip(self.noted, self.values, strict=True)
-        if written or not all(_same(t, value) for t, value in pairs):
+        same = (
+            torch.equal(t, v) or (not t.is_quantized and torch.allclose(t, v, 0, 0, equal_nan=True))
+            for t, v in pairs
+        )
+        if written or not all(same):
             self.changed = True
             if self.whole:
                 device = torch.device("cpu")
-                Ambient(device, buffers=tuple(self.tensors)).restore(tuple(self.values))
-
-
-def _same(t: Tensor, value: Tensor) -> bool:
-    real = t.is_floating_point() or t.is_complex()
-    nan_too = partial(torch.allclose, rtol=0, atol=0, equal_nan=True)
-    return torch.equal(t, value) or (real and nan_too(t, value))
+                Ambient(device, buffers=tuple(self.noted)).restore(tuple(self.values))
 
 
 _FEW = 16

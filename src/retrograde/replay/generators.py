@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ class _Torch:
     """A generator of torch's."""
 
     generator: torch.Generator
+    is_torchs: ClassVar = True
 
     def position(self) -> Any:
         """Return a value that changes when a number is drawn, and takes no memory of torch's."""
@@ -61,6 +62,7 @@ class _Other:
     value that compares, and ``restore`` sets it."""
 
     generator: Any
+    is_torchs: ClassVar = False
     capture: Callable[[], Any] = field(compare=False)
     restore: Callable[[Any], None] = field(compare=False)
 
@@ -114,11 +116,6 @@ def _other(generator: Any) -> _Other:
 def random_position(device: torch.device) -> tuple[int, ...]:
     """Return the positions of torch's default generators, which change when one is drawn from."""
     return tuple(_Torch(generator).position() for generator in _of_device(device))
-
-
-def draws_python(source: Source) -> bool:
-    """Return whether the numbers that a source draws are Python's or NumPy's."""
-    return isinstance(source, _Other)
 
 
 def is_alone() -> bool:

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError, RetrogradeError
 from retrograde.machine import MEASURING, unpacked
-from retrograde.replay.generators import OwnDraws, Source, draws_python, is_alone
+from retrograde.replay.generators import OwnDraws, Source, is_alone
 from retrograde.replay.places import (
     ABSENT,
     Glance,
@@ -89,7 +89,7 @@ class Steady:
         moved = tuple(source for source, then in pairs if source.position() != then)
         if moved and is_alone():
             raise _unsteady(layer, "drew random numbers", "draw")
-        if any(map(draws_python, moved)):
+        if not all(source.is_torchs for source in moved):
             raise CellError(_THREADS.format(layer or "the cell"))
         return moved
 
