@@ -31,7 +31,7 @@ from retrograde.plan.calls import (
     peak_of,
 )
 from retrograde.replay.surroundings import muted_hooks
-from retrograde.run.core import unrecorded
+from retrograde.run.core import unsaved
 from retrograde.run.transforms import is_unreal, refuse_sharded, refuse_transforms
 from retrograde.sizes.allocations import Phase, measure_phases
 from retrograde.sizes.cache import LRUCache
@@ -106,8 +106,8 @@ class _Phases:
 
     def advance(self) -> None:
         args, kwargs, _ = self._arguments()
-        with unrecorded(), self.unit.drawing():
-            self.result = self.unit.forward(*args, **kwargs)
+        with unsaved(), self.unit.drawing():
+            self.result = [t.detach() for t in tensors_in(self.unit.forward(*args, **kwargs))]
         memory = {s.data_ptr(): s.nbytes() for s in _memory(self.state)}
         handed = {s.data_ptr() for s in _memory(tensors_in(self.result))}
         self.handed = sum(size for at, size in memory.items() if at in handed)

@@ -23,7 +23,7 @@ from retrograde.models.given import Given, made_by, tensors_in, tied
 from retrograde.models.refill import Row
 from retrograde.models.trials import Tried, try_call
 from retrograde.plan.calls import CallSizes, Part, Way, kept_whole, peak_of, seconds_of
-from retrograde.run.core import unrecorded
+from retrograde.run.core import unsaved
 from retrograde.schedule import Chain
 from retrograde.units import Memory, as_bytes, format_bytes
 
@@ -244,7 +244,7 @@ def _try(layers: Layers, value: Any) -> Tried:
 
 def _result(tried: Tried, value: Any) -> Any:
     """Run a unit, and leave no trace."""
-    with tried.unit.ambient.measured(), unrecorded():
+    with tried.unit.ambient.measured(), unsaved():
         return _alone(tried.unit.forward(value), tried.wants)
 
 

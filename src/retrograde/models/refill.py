@@ -30,7 +30,7 @@ from retrograde.plan.calls import Part
 from retrograde.replay.generators import Source, is_alone
 from retrograde.replay.surroundings import Ambient, Trail, autocast_as_now, version
 from retrograde.replay.trees import Tensors
-from retrograde.run.core import unrecorded
+from retrograde.run.core import unsaved
 
 State = Sequence[Tensor | None]  # what a call made that the next one is given
 
@@ -185,9 +185,9 @@ class Dropped:
                 yield
 
     def advance(self, state: State) -> Tensors:
-        """Run the call without a graph, and return the tensors of its result."""
+        """Run the call, keep nothing, and return the tensors of its result."""
         args, kwargs, _ = self._arguments(state)
-        with unrecorded(), self._again():
+        with unsaved(), self._again():
             result = tensors_in(self.unit.forward(*args, **kwargs))
             self._arrive(len(self.saved))
             return result

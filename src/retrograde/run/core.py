@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from retrograde.replay.surroundings import Ambient, Snapshot
 from retrograde.replay.trees import Tensors
@@ -64,6 +65,16 @@ def unrecorded() -> Iterator[None]:
     Without gradients, torch's attention takes another path in ``eval()`` mode, with other bits.
     """
     with _slow_attention, torch.no_grad():
+        yield
+
+
+@contextmanager
+def unsaved() -> Iterator[None]:
+    """Run layers in a block with a graph that saves nothing, by the kernels that run with one.
+
+    Without gradients, torch takes other ones for an attention whose bias wants a gradient.
+    """
+    with torch.enable_grad(), saved_tensors_hooks(lambda _: None, lambda _: None):
         yield
 
 
