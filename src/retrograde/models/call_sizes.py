@@ -6,6 +6,7 @@ of its parameters. It leaves no trace.
 """
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -153,7 +154,9 @@ class _Phases:
                 self.seeds.append(turned)
                 del seed, turned
             begin = [torch.empty(0, device=self.device)]
-            with muted_hooks(own):
+            with muted_hooks(own), ExitStack() as stack:
+                for t in own:
+                    stack.callback(t.register_hook(partial(_accumulated, t)).remove)
                 found = torch.autograd.grad(root, [*edges, *own], begin, allow_unused=True)
             back = [g for g in found[: len(edges)] if g is not None]
             self.turns[self.turned] = any(not g.is_contiguous() for g in back)
@@ -163,6 +166,12 @@ class _Phases:
     def clear(self) -> None:
         self.result = None
         self.state, self.root, self.edges, self.for_caller = [], [], [], []
+
+
+def _accumulated(leaf: Tensor, gradient: Tensor) -> Tensor | None:
+    """Return what autograd hands to the caller: a copy, if a gradient's memory has another order."""
+    alike = gradient.layout is not torch.strided or gradient.stride() == leaf.stride()
+    return None if alike else torch.empty_like(leaf)
 
 
 def _memory(tensors: Sequence[Tensor]) -> list[torch.UntypedStorage]:
