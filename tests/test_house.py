@@ -38,14 +38,14 @@ LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}
 ROOMS = {
     "top": (815, 900),
     "schedule": (1175, 1100),
-    "plan": (2645, 2000),
+    "plan": (2647, 2000),
     "sizes": (1230, 1300),
     "replay": (2045, 1300),
-    "run": (2110, 1900),
+    "run": (2088, 1900),
     "kernels": (4395, 3000),  # a cell will be data, written once
     "recurrent": (3325, 2900),
     "cells": (1765, 2200),
-    "models": (4700, 2400),  # a lean tape is a fifth of it
+    "models": (4720, 2400),  # a lean tape is a fifth of it
     "scan": (3735, 3800),
     "ranks": (1075, 1500),
     "jax": (1000, 1050),

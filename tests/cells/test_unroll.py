@@ -232,6 +232,22 @@ def test_a_captured_tensor_without_numbers_is_not_one_that_is_written_to():
     assert_bitwise(torch.autograd.grad(y.sum(), x), expected)
 
 
+def test_a_step_runs_by_the_kernels_that_run_when_it_is_recorded():
+    """Without gradients, torch takes another kernel for attention whose bias wants a gradient."""
+    bias = torch.randn(1, 2, 9, 9, requires_grad=True)
+
+    def cell(x, h):
+        q = (x + h).unflatten(-1, (2, 4)).transpose(1, 2)
+        mixed = nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=2 * bias)
+        h = mixed.transpose(1, 2).flatten(2).tanh()
+        return h, h
+
+    x, h = torch.randn(12, 3, 9, 8), torch.zeros(3, 9, 8)
+    expected = torch.autograd.grad(loop(cell, x, h)[0].square().sum(), bias)
+    y, _ = rg.unroll(cell, x, h, schedule=rg.plan(12, 2))
+    assert_bitwise(torch.autograd.grad(y.square().sum(), bias), expected)
+
+
 def test_a_captured_tensor_that_cannot_be_found_is_refused():
     base = torch.randn(3, requires_grad=True)
     hidden = [{"deep": [{"deeper": [{"deepest": base.exp()}]}]}]

@@ -5,6 +5,7 @@ import gc
 import pickle
 import random
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -247,6 +248,79 @@ def test_what_the_model_makes_for_all_its_blocks_is_told():
     assert mask <= division.elsewhere_bytes <= mask + states
     same(trained(model, x), trained(plain, x))
     assert working_bytes(model, x) <= division.total_bytes + division.elsewhere_bytes + 2**10
+
+
+class Staged(nn.Module):
+    """Two stages. The first one's output lives in a variable while the second runs."""
+
+    def __init__(self):
+        super().__init__()
+        wide = 4 * WIDTH
+        self.first = nn.Sequential(nn.Linear(WIDTH, wide), nn.Tanh())
+        rest = [nn.Sequential(nn.Linear(wide, wide), nn.Tanh()) for _ in range(9)]
+        self.second = nn.Sequential(*rest, nn.Linear(wide, 1))
+
+    def forward(self, x):
+        h = self.first(x)
+        return self.second(h)
+
+
+class LastFirst(nn.Module):
+    """A convolution on channels that come last, as behind a block of attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.mix, self.conv = nn.Linear(64, 64), nn.Conv2d(64, 64, 3, padding=1)
+
+    def forward(self, x):
+        x = self.mix(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        return x + self.conv(x).tanh()
+
+
+class Biased(nn.Module):
+    """Attention with a trained bias: without gradients, torch would take another kernel."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(32), nn.Linear(32, 96)
+        self.bias = nn.Parameter(torch.randn(1, 2, 50, 50))
+
+    def forward(self, x):
+        parts = self.mix(self.norm(x)).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(*parts, attn_mask=2 * self.bias)
+        return x + mixed.transpose(1, 2).flatten(2)
+
+
+class InTurn(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(6))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("memory", ["least", "80%"])
+@pytest.mark.parametrize(
+    ("make", "shape"),
+    [
+        (Staged, (500, WIDTH)),
+        (partial(InTurn, LastFirst), (2, 64, 6, 6)),
+        (partial(InTurn, Biased), (4, 50, 32)),
+    ],
+    ids=["staged", "last first", "biased"],
+)
+def test_what_other_peoples_models_showed(make, shape, memory):
+    """A state lives longer than it is used; a gradient is copied; kernels depend on gradients."""
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(shape)
+    plain = copy.deepcopy(model)
+    division = rg.budget(model, least_of(model, x) if memory == "least" else memory, x)
+    same(trained(model, x), trained(plain, x))
+    allowed = division.total_bytes + division.elsewhere_bytes
+    assert working_bytes(model, x) <= allowed + 2 * plain(x).nbytes  # it and its gradient
 
 
 class Paired(nn.Module):

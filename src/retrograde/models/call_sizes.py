@@ -169,7 +169,7 @@ class _Phases:
 
 
 def _accumulated(leaf: Tensor, gradient: Tensor) -> Tensor | None:
-    """Return what autograd hands to the caller: a copy, if a gradient's memory has another order."""
+    """Return what autograd hands to the caller: a copy, if its memory has another order."""
     alike = gradient.layout is not torch.strided or gradient.stride() == leaf.stride()
     return None if alike else torch.empty_like(leaf)
 
@@ -195,6 +195,7 @@ class Known:
         plans: by budget.
         tied: the weights that several layers have.
         kept: what the model keeps for later: 0 is the first input, k the output of call k − 1.
+        lingers: pairs of a call and such a state, which is still there while the call first runs.
     """
 
     active: Sequence[int] = ()
@@ -203,6 +204,7 @@ class Known:
     plans: dict[int, tuple[Part, ...]] = field(default_factory=dict)
     tied: frozenset[Tensor] = frozenset()
     kept: set[int] = field(default_factory=set)
+    lingers: set[tuple[int, int]] = field(default_factory=set)
 
     def add(self, unit: Unit, found: CallSizes, *, last: bool) -> None:
         """Add the next call. What it hands on of what the call before made is held throughout. A
@@ -266,16 +268,16 @@ class Known:
         if len(kinds) == 1:
             return kinds[0]
         units = [unit for kind in kinds for unit in kind.units]
-        return cls(units=units, sizes=one_after_the_other([kind.with_kept for kind in kinds]))
+        return cls(units=units, sizes=one_after_the_other([kind.sizes for kind in kinds]))
 
-    @property
-    def with_kept(self) -> list[CallSizes]:
-        """The sizes, with states that the model keeps, or their gradients that wait."""
-        found = [
-            size.beside(size.output_bytes) if k in self.kept else size
-            for k, size in enumerate(self.sizes, 1)
-        ]
-        return [found[0].beside(found[0].input_bytes if 0 in self.kept else 0), *found[1:]]
+    def settle(self) -> None:
+        """Count states that the model keeps, or their gradients that wait, once all are known."""
+        outputs = [self.sizes[0].input_bytes, *(size.output_bytes for size in self.sizes)]
+        for k, size in enumerate(self.sizes):
+            there = [i for call, i in self.lingers if call == k and i not in self.kept]
+            size = size.first_beside(sum(outputs[i] for i in there))
+            size = size.beside(outputs[k + 1] if k + 1 in self.kept else 0)
+            self.sizes[k] = size.beside(outputs[0] if k == 0 and 0 in self.kept else 0)
 
 
 def too_small(memory: int, least: int, kind: Known) -> BudgetError:

@@ -165,7 +165,7 @@ class Timeline:
         inputs = sum(
             kind.sizes[0].input_bytes for k, (kind, _) in now.items() if min(now) < k <= at
         )
-        calls = [(kind.with_kept, parts) for k, (kind, parts) in now.items() if k < at]
+        calls = [(kind.sizes, parts) for k, (kind, parts) in now.items() if k < at]
         group = (Part(0, 1),)
         return inputs + sum(held_of(s, p or (Part(0, len(s), 0, group),)) for s, p in calls)
 
@@ -213,6 +213,7 @@ class CalledRow:
         self.events = list[CalledRow]()  # the rows of all calls, in the order of that run
         self.made = list[list[ref[Tensor]]]()  # its first input and outputs, in that run
         self.kept = set[int]()  # which of these the model keeps for later
+        self.lingers = set[tuple[int, int]]()  # calls, and which are still there when they run
         self.others = list[ref[Tensor]]()  # what its calls hold besides, in that run
 
     def install(self) -> None:
@@ -236,8 +237,10 @@ class CalledRow:
 
     def look(self) -> None:
         """Note which states but the last are still there, after a run on a sample."""
-        alive = [any(t() is not None for t in made) for made in self.made]
-        self.kept |= {k for k, is_kept in enumerate(alive) if is_kept}
+        self.kept.update(self._alive())
+
+    def _alive(self) -> list[int]:
+        return [k for k, made in enumerate(self.made) if any(t() is not None for t in made)]
 
     def _call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         k, part = self.parts[number]
@@ -256,6 +259,8 @@ class CalledRow:
             made = [None if y is None else y() for y in now.made]
             at = now.kind.active.index(k)
             self._measure(now.kind, at, given, made if at else None)
+            if self.seen is not None:
+                self.lingers |= {(at, k) for k in self._alive() if 0 < k < at}
             result, now.last = now.calls.run(at, now.kind.units[at], forward, given, made, now.last)
             if self.seen is not None and now.last is not None:
                 held = zip(given.leaves, now.last.given, strict=True)
@@ -311,7 +316,7 @@ class CalledRow:
 
     def _begin(self, active: list[int], given: Given) -> _Pass:
         layers = [layer for one in self.layers for layer in one]
-        unknown = partial(Known, active, tied=self.tied, kept=self.kept)
+        unknown = partial(Known, active, tied=self.tied, kept=self.kept, lingers=self.lingers)
         kind = self.plans.kind_of(layers, given, unknown, fractions=False)
         if kind is None:
             return _Pass(self, unknown(), None)
@@ -342,6 +347,8 @@ class CalledRow:
                 unit = try_call(self.names[k], forward, layers, given).unit
                 found = self.plans.measure(unit, layers, given, made)
                 kind.add(unit, found, last=at + 1 == len(kind.active))
+                if kind.is_measured and self.seen is None:
+                    kind.settle()
 
 
 def _pass_of(t: Any) -> _Pass | None:

@@ -206,6 +206,8 @@ class WatchedRow(Watched):
         yield
         self.row.seen, self.row.made, self.row.events, self.row.others = None, [], [], []
         self.kinds = [kind for kind in seen if kind.is_measured]  # the model ran these to their end
+        for kind in {id(kind): kind for kind in self.kinds}.values():
+            kind.settle()
         for kind in self.kinds:
             self._seen(id(kind), partial(attrgetter("least_bytes", "ordinary_bytes"), kind))
 

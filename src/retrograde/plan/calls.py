@@ -110,6 +110,11 @@ class CallSizes:
         )
         return replace(self, ways=tuple(ways), noted_bytes=self.noted_bytes + more)
 
+    def first_beside(self, more: int) -> "CallSizes":
+        """Return the sizes if others keep some bytes while it first runs."""
+        ways = (replace(way, first_bytes=way.first_bytes + more) for way in self.ways)
+        return replace(self, ways=tuple(ways), forward_bytes=self.forward_bytes + more)
+
     def held_back(self, waits: int, copied: int = 0) -> "CallSizes":
         """Return the sizes if the given gradient takes more bytes, or has to be copied."""
         ways = (replace(w, backward_bytes=w.backward_bytes + waits + copied) for w in self.ways)

@@ -121,15 +121,17 @@ class AutogradCore(Core):
     ) -> list[Tensors]:
         found = []
         for stop in stops:
-            with torch.no_grad():
+            # A step runs by the kernels that run when it is recorded; its graph ends with it.
+            with torch.set_grad_enabled(not self.fused):
                 for a in [start] if self.fused else range(start, stop):
                     b = stop if self.fused else a + 1
                     index = window(self, a, b)
                     if emit is None:
-                        state = self.carry(inputs[index], state)
+                        after = self.carry(inputs[index], state)
                     else:
-                        outputs, state = self(inputs[index], state)
-                        emit(a, b, outputs)
+                        outputs, after = self(inputs[index], state)
+                        emit(a, b, [y.detach() for y in outputs])
+                    state = each_once(Tensor.detach, after)
             start, state = stop, each_once(lambda s: apart(s.detach()), state)
             found.append(state)
         return found

@@ -5,7 +5,6 @@ and it provides totals for the parameters' gradients. It does so by ordinary aut
 (:mod:`retrograde.run.autograd_core`), or by its own derivative.
 """
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -33,48 +32,14 @@ def discard(start: int, stop: int, outputs: Tensors) -> None:
     backward pass uses no ``Emit`` at all."""
 
 
-class _SlowAttention:
-    """torch's attention without its fast path, which is a setting of the whole process.
-
-    Blocks of several threads overlap. The last to end restores what the first one found."""
-
-    def __init__(self) -> None:
-        self._lock, self._blocks, self._before = threading.Lock(), 0, True
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._blocks:
-                self._before = torch.backends.mha.get_fastpath_enabled()
-            self._blocks += 1
-            torch.backends.mha.set_fastpath_enabled(False)
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._blocks -= 1
-            if not self._blocks:
-                torch.backends.mha.set_fastpath_enabled(self._before)
-
-
-_slow_attention = _SlowAttention()
-
-
-@contextmanager
-def unrecorded() -> Iterator[None]:
-    """Run steps without a graph, in a block, by the kernels that run with one.
-
-    Without gradients, torch's attention takes another path in ``eval()`` mode, with other bits.
-    """
-    with _slow_attention, torch.no_grad():
-        yield
-
-
 @contextmanager
 def unsaved() -> Iterator[None]:
-    """Run layers in a block with a graph that saves nothing, by the kernels that run with one.
+    """Run layers in a block with a graph that saves nothing.
 
-    Without gradients, torch takes other ones for an attention whose bias wants a gradient.
+    So the kernels run that run with a graph. Without gradients, torch takes other ones for
+    attention in ``eval()`` mode, or attention whose bias wants a gradient.
     """
-    with torch.enable_grad(), saved_tensors_hooks(lambda _: None, lambda _: None):
+    with torch.enable_grad(), saved_tensors_hooks(lambda _: None, lambda _: None):  # type: ignore[arg-type,return-value]
         yield
 
 

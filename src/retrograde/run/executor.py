@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from retrograde.replay.surroundings import Snapshot, Trail
 from retrograde.replay.trees import Tensors
-from retrograde.run.core import Core, Emit, Gradients, Tape, unrecorded
+from retrograde.run.core import Core, Emit, Gradients, Tape
 from retrograde.run.layout import Inputs
 from retrograde.run.states import each_once
 from retrograde.schedule import Action, Advance, Backward, Free, Load, Record, Schedule, Store
@@ -101,7 +102,7 @@ class Run:
             stops.append(after.stop)
             self.done += 2
         state, self.state = self.state, []
-        with unrecorded():
+        with torch.no_grad():
             states = self.core.advance(inputs, start, stops, state, emit)
         *between, (self.position, self.state) = zip(stops, states, strict=True)
         del states
