@@ -555,6 +555,21 @@ def compile_budget() -> str:
     return table(head, rows) + f"\n{source('compile_budget_cpu')}\n"
 
 
+def timm_models() -> str:
+    rows = [row for row in results("timm_models_cpu")["rows"] if "bits" in row]
+    refused = len(results("timm_models_cpu")["rows"]) - len(rows)
+    passes = [(row, share) for row in rows for share in row["bits"]]
+    steady = [row["bits"][share] for row, share in passes if row["own_bits"]]
+    over = sorted({row["model"] for row, share in passes if row["peaks"][share] > 1.005})
+    worst = max(row["peaks"][share] for row, share in passes)
+    return (
+        f"Architectures of timm: {len(rows) + refused}, refused: {refused}. Of {len(steady)} "
+        f"steps within a budget, {sum(steady)} had the model's own bits. Peaks "
+        f"passed what the budget and the rest of the model take in {len(over)} models, at worst by "
+        f"{100 * (worst - 1):.0f} %: {', '.join(over)}. {source('timm_models_cpu')}\n"
+    )
+
+
 BLOCKS: dict[str, Callable[[], str]] = GPU_BLOCKS | {
     block.__name__: block
     for block in (
@@ -562,7 +577,7 @@ BLOCKS: dict[str, Callable[[], str]] = GPU_BLOCKS | {
         planner, chain_networks, sparse_jacobians, rank_jacobians, ranks_memory,
         million_steps, recipes, chain_least, examples, first_call, resident,
         jax_scan, jax_compiling, five_percent, lean, lean_front, lean_beside,
-        lean_overhead, masks, called_layers, compile_budget,
+        lean_overhead, masks, called_layers, compile_budget, timm_models,
     )
 }  # fmt: skip
 
