@@ -346,16 +346,16 @@ class _Owner:
         """Restore the values, if any differs."""
         # A kernel may write without counting a version, and a write may leave the same value.
         written = self.versions != list(map(version, self.tensors))
-        pairs = zip(self.noted, self.values, strict=True)
-        same = (
-            torch.equal(t, v) or (not t.is_quantized and torch.allclose(t, v, 0, 0, equal_nan=True))
-            for t, v in pairs
-        )
-        if written or not all(same):
+        if written or not all(map(_same, self.noted, self.values)):
             self.changed = True
             if self.whole:
                 device = torch.device("cpu")
                 Ambient(device, buffers=tuple(self.noted)).restore(tuple(self.values))
+
+
+def _same(t: Tensor, then: Tensor) -> bool:
+    comparable = t.shape == then.shape and not t.is_quantized
+    return torch.equal(t, then) or (comparable and torch.allclose(t, then, 0, 0, equal_nan=True))
 
 
 _FEW = 16
