@@ -147,6 +147,33 @@ def test_a_layer_that_draws_while_another_thread_does_is_refused():
         run()
 
 
+def test_a_refusal_within_an_operator_stays_what_it_is():
+    """Python's operators take a TypeError, as CellError is, for their own."""
+
+    class Layer(nn.Linear):
+        def forward(self, x):
+            x = nn.functional.dropout(super().forward(x))
+            if self is net[2] and torch._C._current_graph_task_id() >= 0:
+                thread = threading.Thread(target=torch.rand, args=(3,))
+                thread.start()
+                thread.join()
+            return x * x
+
+    net = rg.Sequential(*(Layer(SIZE, SIZE) for _ in range(4)), memory=1)
+    x, stop = torch.randn(2000, SIZE), threading.Event()
+    with pytest.raises(rg.BudgetError) as caught:
+        net(x)
+    net.memory = caught.value.minimum_bytes
+    other = threading.Thread(target=stop.wait)  # without one, nobody else can draw
+    other.start()
+    try:
+        with pytest.raises(rg.CellError, match=r"another thread .* a torch\.Generator"):
+            net(x).sum().backward()
+    finally:
+        stop.set()
+        other.join()
+
+
 def test_a_cell_with_a_generator_of_its_own_is_run_again_as_it_was():
     net, (x, h), own = nn.Linear(SIZE, SIZE), data(), torch.Generator()
 

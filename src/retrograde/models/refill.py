@@ -220,7 +220,10 @@ class Dropped:
             nonlocal number, ended
             if _is_free(t, ours):
                 return recipes.Versioned(t, t._version)
-            self._arrive(number)
+            try:
+                self._arrive(number)
+            except CellError as error:  # a TypeError, which operators take for one of their own
+                raise _EndedError from error
             at, number = number, number + 1
             if at >= len(self.forms) or self.forms[at] != (t.shape, t.dtype):
                 raise self._differs()
@@ -242,8 +245,9 @@ class Dropped:
                 self._arrive(number)
             if number != len(self.forms):
                 raise self._differs()
-        except _EndedError:
-            pass
+        except _EndedError as end:
+            if end.__cause__ is not None:
+                raise end.__cause__ from None
         except RuntimeError as error:  # TorchScript's, in place of ours
             if not ended or "TorchScript" not in str(error):
                 raise
