@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from retrograde import scan as scan
     from retrograde.cells.any_recurrent import Recurrent
     from retrograde.cells.bptt import bptt
+    from retrograde.cells.gated import GatedCell
     from retrograde.cells.unroll import unroll
     from retrograde.errors import (
         BudgetError,
@@ -80,6 +81,9 @@ _come_from("retrograde.models.lean")
 
 __all__ += ["Recurrent"]
 _come_from("retrograde.cells.any_recurrent")
+
+__all__ += ["GatedCell"]
+_come_from("retrograde.cells.gated")
 
 __all__ += ["bptt"]
 _come_from("retrograde.cells.bptt")

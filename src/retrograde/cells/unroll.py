@@ -10,8 +10,9 @@ from torch import nn
 
 from retrograde.cells.cell import Cell, StepCore, as_pair, begin, examine, later_state
 from retrograde.cells.compiled_steps import BLOCK, compiled_steps
+from retrograde.cells.gated import GatedCell, GatedCore, fit_gated, runs_by_loops
 from retrograde.cells.stateful import Stateful
-from retrograde.errors import CellError
+from retrograde.errors import BudgetError, CellError
 from retrograde.plan.fit import Fit
 from retrograde.recurrent.fastest import fit_measured
 from retrograde.replay.surroundings import autocast_as_now
@@ -22,12 +23,13 @@ from retrograde.run.layout import InBlocks, Inputs, Layout, Straight, check_leng
 from retrograde.run.transforms import is_transformed, is_unreal, refuse_transforms, uncompiled
 from retrograde.scan.any_cell import run_cell
 from retrograde.schedule import Schedule
-from retrograde.sizes.cache import CellFits, signature
+from retrograde.sizes.cache import CellFits, LRUCache, signature
 from retrograde.sizes.footprint import footprint, step_bytes
 from retrograde.units import Memory, parse_memory
 
 # A cell is measured once for its shapes, and a schedule fitted once for a budget.
 _FITS: CellFits[Fit] = CellFits()
+_GATED: LRUCache[tuple[Fit, int] | None] = LRUCache()
 
 
 @uncompiled
@@ -149,6 +151,7 @@ class CellCall:
 
     def run(self, cell: Cell, state: Any) -> tuple[Tensors, Structure, Any]:
         """Return the outputs of all steps, the structure of one step's, and the last state."""
+        state = self._begun(cell, state)
         states, state_spec = flatten_state(state)
         if self.schedule is not None:
             check_schedule(self.schedule, len(self.steps))
@@ -162,14 +165,22 @@ class CellCall:
         else:
             if self.asked:
                 refuse_transforms(given, self.asked)
+            found = self._fit_loops(cell, states, state_spec)
+            if found is not None:
+                outputs, after = run_schedule(found[1], found[0].schedule, self.tensors, states)
+                spec = flatten(outputs[0], "output of the cell")[1]
+                return outputs, spec, state_spec.unflatten(after)
             core = self.examine(cell, states, state_spec)
             outputs, after = self._recorded(core, states)
         return outputs, core.output_spec, core.state_spec.unflatten(after)
 
     def fit_for(self, cell: Cell, state: Any) -> Fit:
         """Return the plan for a cell and its initial state; nothing is trained."""
-        states, state_spec = flatten_state(state)
+        states, state_spec = flatten_state(self._begun(cell, state))
         with torch.enable_grad():
+            found = self._fit_loops(cell, states, state_spec)
+            if found is not None:
+                return found[0]
             return self.fit(self.examine(cell, states, state_spec), states)[0]
 
     def examine(self, cell: Cell, states: Tensors, spec: Structure) -> StepCore:
@@ -197,6 +208,41 @@ class CellCall:
 
         parts = [(core.found, ambient.steady.places)]
         return _FITS.fit(parts, shapes, repr(memory), step, find)
+
+    def _begun(self, cell: Cell, state: Any) -> Any:
+        """Return the initial state; a gated cell's is known where none is given."""
+        if state is not None or not isinstance(cell, GatedCell) or len(self.tensors) != 1:
+            return state
+        return cell.zeros(self.steps[0][0])
+
+    def _fit_loops(
+        self, cell: Cell, states: Tensors, spec: Structure
+    ) -> tuple[Fit, GatedCore] | None:
+        """Return the plan of compiled loops within a budget, and their core. Return None if there
+        is no budget, or none that loops can keep and single steps cannot."""
+        usual = self.memory is None or self.compile or not isinstance(self.layout, Straight)
+        if usual or not runs_by_loops(cell, self.tensors, states):
+            return None
+        gated, memory = cast(GatedCell, cell), cast(Memory, self.memory)
+        if not any(t.requires_grad for t in (*self.tensors, *states, *gated.parameters())):
+            return None
+
+        def find() -> tuple[Fit, int] | None:
+            core = self.examine(cell, states, spec)
+            ordinary = footprint(core, self.steps, states, memory=memory).ordinary
+            try:
+                return fit_gated(gated, self.tensors, states, memory, ordinary)
+            except BudgetError as refused:  # loops copy weights; a few steps may take less
+                try:
+                    self.fit(core, states)
+                except BudgetError as other:
+                    raise min(refused, other, key=lambda one: one.minimum_bytes) from None
+            return None
+
+        tensors = map(signature, (*self.tensors, *states, *gated.parameters()))
+        key = id(type(cell)), repr(memory), torch.get_num_threads(), *tensors
+        found = _GATED.get(key, find, [type(cell)])
+        return None if found is None else (found[0], GatedCore(gated, found[1]))
 
     def _recorded(self, core: StepCore, states: Tensors) -> tuple[Tensors, Tensors]:
         """Run a cell so that it can be backpropagated as asked, if anything requires a gradient."""

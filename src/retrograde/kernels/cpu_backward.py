@@ -19,9 +19,9 @@ from retrograde.kernels.lanes import (
     compiled,
     inlined,
     load,
-    load_four,
+    load_each,
     store,
-    store_four,
+    store_each,
 )
 from retrograde.kernels.tiles import PANEL, product, whole_vectors
 
@@ -147,7 +147,7 @@ def backward_lstm(
                 row, v, of_h = (t * samples + b) * size, top + (b - first) * stride, 2 * b * size
                 for j in range(0, size, LANES):
                     left, at, u, w = size - j, row + j, 4 * row + j, v + j
-                    i, f, n, o = load_four(given, u, size, left)
+                    i, f, n, o = load_each(given, u, size, left, 4)
                     dh = load(known, of_h + j, left)
                     if losses.shape[0]:
                         dh = dh + load(terms, at, left)
@@ -156,7 +156,7 @@ def backward_lstm(
                     )
                     dc = load(known, of_h + size + j, left) + dh * e
                     store(known, of_h + size + j, dc * f, left)
-                    store_four(s, w, size, left, dc * s_i, dc * s_f, dc * s_g, dh * s_o)
+                    store_each(s, w, size, left, (dc * s_i, dc * s_f, dc * s_g, dh * s_o))
             into[:] = 0
             product(s, top, stride, 1, each, hidden, wide, into, wide)
             for b in range(each):

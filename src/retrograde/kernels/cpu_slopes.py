@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from retrograde.kernels import cpu_cells as cell
 from retrograde.kernels.cpu_states import enter
-from retrograde.kernels.lanes import LANES, Reals, compiled, load, load_four, store, store_four
+from retrograde.kernels.lanes import LANES, Reals, compiled, load, load_each, store, store_each
 
 
 @compiled  # type: ignore[untyped-decorator]
@@ -60,12 +60,12 @@ def lstm_slopes(
             for j in range(0, size, LANES):
                 left, row = size - j, (t * samples + b) * size
                 at, v, state = row + j, 4 * row + j, b * size + j
-                i, f, g, o = load_four(flat, v, size, left)
+                i, f, g, o = load_each(flat, v, size, left, 4)
                 if not known:
                     i, f, g, o = cell.lstm_gates(i, f, g, o)
                 c_now = load(cells, state, left)
                 s_i, s_f, s_g, s_o, through = cell.lstm_slopes(i, f, g, o, c_now, load(h, at, left))
-                store_four(flat, v, size, left, s_i, s_f, s_g, s_o)
+                store_each(flat, v, size, left, (s_i, s_f, s_g, s_o))
                 store(e, at, through, left)
                 store(kept, at, f, left)
                 store(cells, state, f * c_now + i * g, left)

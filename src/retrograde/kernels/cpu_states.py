@@ -25,9 +25,9 @@ from retrograde.kernels.lanes import (
     Reals,
     compiled,
     load,
-    load_four,
+    load_each,
     store,
-    store_four,
+    store_each,
     tanh,
 )
 from retrograde.kernels.meeting import Counts, meet
@@ -107,14 +107,14 @@ def run(
                         else:
                             state = n + z * (load(states, row + j, rest) - n)
                     else:
-                        i, f, g, o = load_four(x, v, size, rest)
-                        u_i, u_f, u_g, u_o = load_four(u, w, each, rest)
+                        i, f, g, o = load_each(x, v, size, rest, 4)
+                        u_i, u_f, u_g, u_o = load_each(u, w, each, rest, 4)
                         i, f, g, o = lstm_gates(i + u_i, f + u_f, g + u_g, o + u_o)
                         cell = load(cells, row + j, rest)
                         if before.shape[0]:
                             store(cells_before, at + j, cell, rest)
                         cell = f * cell + i * g
-                        store_four(x, v, size, rest, i, f, g, o)
+                        store_each(x, v, size, rest, (i, f, g, o))
                         store(cells, row + j, cell, rest)
                         state = o * tanh(cell)
                     store(y, at + j, state, rest)
@@ -144,11 +144,11 @@ def run_cells(
             for j in range(0, size, LANES):
                 left, at, row = size - j, (t * samples + b) * size + j, b * size + j
                 v = 4 * (at - j) + j
-                i, f, g, o = load_four(flat, v, size, left)
+                i, f, g, o = load_each(flat, v, size, left, 4)
                 i, f, g, o = lstm_gates(i, f, g, o)
                 cell = load(cells, row, left)
                 store(cells_before, at, cell, left)
-                store_four(flat, v, size, left, i, f, g, o)
+                store_each(flat, v, size, left, (i, f, g, o))
                 store(cells, row, f * cell + i * g, left)
 
 

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from retrograde.kernels.cpu_backward import leave
 from retrograde.kernels.cpu_states import extent
-from retrograde.kernels.lanes import LANES, Reals, compiled, load, load_four, store, store_four
+from retrograde.kernels.lanes import LANES, Reals, compiled, load, load_each, store, store_each
 from retrograde.kernels.meeting import Counts, meet
 from retrograde.kernels.tiles import PANEL, product, whole_vectors
 
@@ -73,8 +73,8 @@ def sweep(
                     else:
                         d = load(known, of_h + size, rest) + x * load(inner, at, rest)
                         store(known, of_h + size, d * load(kept, at, rest), rest)
-                        i, f, n, o = load_four(s, v, size, rest)
-                        store_four(s, v, size, rest, d * i, d * f, d * n, x * o)
+                        i, f, n, o = load_each(s, v, size, rest, 4)
+                        store_each(s, v, size, rest, (d * i, d * f, d * n, x * o))
         if by_units and last - first < len(units) - 1:
             meet(meeting, gates.shape[0] - t)
         for part in range(mine[0], mine[1]):

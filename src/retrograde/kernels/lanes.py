@@ -34,14 +34,14 @@ if _FEATURES is None:
 #: The numbers of a vector. Where registers have 512 bits, twice as many fill them.
 LANES = 16 if "+avx512f" in _FEATURES.split(",") else 8
 
-# Terms may be added in any order, as in every BLAS. Infinities and NaNs keep their meaning.
-_MATH = {"contract", "reassoc", "nsz", "arcp"}
+#: Terms may be added in any order, as in every BLAS. Infinities and NaNs keep their meaning.
+MATH = {"contract", "reassoc", "nsz", "arcp"}
 
 #: The decorator of all loops. They are compiled once, cached on disk, and hold no Python lock.
-compiled: Any = njit(cache=True, nogil=True, fastmath=_MATH, error_model="numpy")
+compiled: Any = njit(cache=True, nogil=True, fastmath=MATH, error_model="numpy")
 
 #: The decorator of functions of vectors, which become a part of the loops that call them.
-inlined: Any = njit(inline="always", fastmath=_MATH, error_model="numpy")
+inlined: Any = njit(inline="always", fastmath=MATH, error_model="numpy")
 
 #: The type of an array of real numbers.
 Reals = NDArray[np.floating[Any]]
@@ -115,30 +115,47 @@ def total_of(builder: Any, vector: Any) -> Any:
     return builder.call(function, [ir.Constant(element, -0.0), vector], fastmath=("reassoc",))
 
 
+def _read(context: Any, builder: Any, array_type: Any, array: Any, index: Any, left: Any) -> Any:
+    """Write the code of a vector's load."""
+    pointer, align = _at(context, builder, array_type, array, index)
+    vector = pointer.type.pointee
+    whole = builder.icmp_signed(">=", left, left.type(LANES))
+    with builder.if_else(whole) as (then, otherwise):
+        with then:
+            plain = builder.load(pointer, align=align)
+            from_plain = builder.block
+        with otherwise:
+            rest = [pointer, ir.IntType(32)(align), mask(builder, left), _constant(vector, 0.0)]
+            short = masked(builder, "load", vector, vector, rest)
+            from_short = builder.block
+    found = builder.phi(vector)
+    found.add_incoming(plain, from_plain)
+    found.add_incoming(short, from_short)
+    return found
+
+
+def _write(
+    context: Any, builder: Any, array_type: Any, array: Any, index: Any, value: Any, left: Any
+) -> None:
+    """Write the code of a vector's store."""
+    pointer, align = _at(context, builder, array_type, array, index)
+    whole = builder.icmp_signed(">=", left, left.type(LANES))
+    with builder.if_else(whole) as (then, otherwise):
+        with then:
+            builder.store(value, pointer, align=align)
+        with otherwise:
+            rest = [value, pointer, ir.IntType(32)(align), mask(builder, left)]
+            masked(builder, "store", value.type, ir.VoidType(), rest)
+
+
 @intrinsic  # type: ignore[untyped-decorator]
 def load(_: Any, array: Any, index: Any, left: Any) -> Any:
     """Return the vector at an index of a flat array; lanes from ``left`` on are zero."""
-    kind = Lanes(array.dtype)
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer, align = _at(context, builder, signature.args[0], args[0], args[1])
-        vector = pointer.type.pointee
-        whole = builder.icmp_signed(">=", args[2], args[2].type(LANES))
-        with builder.if_else(whole) as (then, otherwise):
-            with then:
-                plain = builder.load(pointer, align=align)
-                from_plain = builder.block
-            with otherwise:
-                zero = _constant(vector, 0.0)
-                rest = [pointer, ir.IntType(32)(align), mask(builder, args[2]), zero]
-                short = masked(builder, "load", vector, vector, rest)
-                from_short = builder.block
-        found = builder.phi(vector)
-        found.add_incoming(plain, from_plain)
-        found.add_incoming(short, from_short)
-        return found
+        return _read(context, builder, signature.args[0], *args)
 
-    return kind(array, types.intp, types.intp), code
+    return Lanes(array.dtype)(array, types.intp, types.intp), code
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -146,36 +163,43 @@ def store(_: Any, array: Any, index: Any, value: Any, left: Any) -> Any:
     """Write the first ``left`` numbers of a vector to an index of a flat array."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer, align = _at(context, builder, signature.args[0], args[0], args[1])
-        whole = builder.icmp_signed(">=", args[3], args[3].type(LANES))
-        with builder.if_else(whole) as (then, otherwise):
-            with then:
-                builder.store(args[2], pointer, align=align)
-            with otherwise:
-                rest = [args[2], pointer, ir.IntType(32)(align), mask(builder, args[3])]
-                masked(builder, "store", args[2].type, ir.VoidType(), rest)
+        _write(context, builder, signature.args[0], *args)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, value, types.intp), code
 
 
-@inlined  # type: ignore[untyped-decorator]
-def load_four(array: Any, index: int, apart: int, left: int) -> tuple[Any, Any, Any, Any]:
-    """Return four vectors, ``apart`` from one another."""
-    first, second = load(array, index, left), load(array, index + apart, left)
-    third, fourth = load(array, index + 2 * apart, left), load(array, index + 3 * apart, left)
-    return first, second, third, fourth
+def _places(builder: Any, index: Any, apart: Any, count: int) -> list[Any]:
+    return [builder.add(index, builder.mul(apart, apart.type(k))) for k in range(count)]
 
 
-@inlined  # type: ignore[untyped-decorator]
-def store_four(
-    array: Any, index: int, apart: int, left: int, a: Any, b: Any, c: Any, d: Any
-) -> None:  # fmt: skip
-    """Write the first ``left`` numbers of four vectors, ``apart`` from one another."""
-    store(array, index, a, left)
-    store(array, index + apart, b, left)
-    store(array, index + 2 * apart, c, left)
-    store(array, index + 3 * apart, d, left)
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def load_each(_: Any, array: Any, index: Any, apart: Any, left: Any, count: Any) -> Any:
+    """Return a tuple of vectors, ``apart`` from one another; their number is a literal."""
+    many, place = count.literal_value, types.intp
+    kind = types.UniTuple(Lanes(array.dtype), many) if many else types.Tuple(())
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        found = [
+            _read(context, builder, signature.args[0], args[0], at, args[3])
+            for at in _places(builder, args[1], args[2], many)
+        ]
+        return context.make_tuple(builder, signature.return_type, found)
+
+    return kind(array, place, place, place, count), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def store_each(_: Any, array: Any, index: Any, apart: Any, left: Any, vectors: Any) -> Any:
+    """Write the first ``left`` numbers of a tuple's vectors, ``apart`` from one another."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        for k, at in enumerate(_places(builder, args[1], args[2], len(vectors))):
+            value = builder.extract_value(args[4], k)
+            _write(context, builder, signature.args[0], args[0], at, value, args[3])
+        return context.get_dummy_value()
+
+    return types.void(array, types.intp, types.intp, types.intp, vectors), code
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -245,6 +269,7 @@ def _of_a_vector(write: Callable[[Any, Any, Any, Any], Any]) -> Any:
 
         return x(x), code
 
+    operation.write = write
     return operation
 
 

@@ -293,7 +293,7 @@ def _measure_tape(
         tapes.append(core.record(inputs, 0, steps, state, noting(shapes)))
 
     def prepare() -> None:
-        gradients.append(gradients_like(core, tapes[0], shapes, steps))
+        gradients.append(gradients_like(core, tapes[0], shapes, inputs, steps))
         if not begun:
             gradients[0].parameters = [None] * len(core.parameters)
 
@@ -325,7 +325,7 @@ def noting(shapes: Shapes) -> Emit:
     return emit
 
 
-def gradients_like(core: Core, tape: Tape, shapes: Shapes, steps: int) -> Gradients:
+def gradients_like(core: Core, tape: Tape, shapes: Shapes, inputs: Inputs, steps: int) -> Gradients:
     """Return gradients of the most expensive layout: expanded scalars, which kernels must copy."""
     device = core.ambient.device
     return _Probe(
@@ -346,6 +346,7 @@ def gradients_like(core: Core, tape: Tape, shapes: Shapes, steps: int) -> Gradie
         ],
         length=tape.stop,
         layout=Straight(steps, core.fused),
+        read=inputs,
         outside=torch.autocast(device.type, enabled=False),
     )
 

@@ -60,7 +60,7 @@ def time_steps(core: Core, inputs: Inputs, state: Tensors, repeats: int) -> Rang
             core.advance(inputs, 0, [steps], state, None)
         with lap():
             tape = core.record(inputs, 0, steps, state, noting(shapes))
-        gradients = gradients_like(core, tape, shapes, steps)
+        gradients = gradients_like(core, tape, shapes, inputs, steps)
         with lap(), muted_hooks(core.parameters):
             core.backpropagate(tape, gradients)
 
