@@ -26,6 +26,7 @@ RESULTS = Path(__file__).parent / "results"
 RECIPES: list[tuple[str, dict[str, Any], str, str, tuple[str, ...]]] = [
     ("lstm", {}, "`nn.LSTM`", '`rg.LSTM(memory="5%")`', ()),
     ("truncated", {}, "windows of 50 of 300 steps", '`rg.LSTM(memory="10%")`', ()),
+    ("gated_cell", {}, "an LSTM with peepholes", '`rg.GatedCell`, 5%', ()),
     ("loop", {}, "a loop over steps", '`rg.unroll(memory="5%")`', ()),
     ("checkpoint", {}, "16 checkpoints", '`rg.Sequential(memory="25%")`', ()),
     ("padded", {}, "a loop with a mask, bfloat16", '`rg.Recurrent(memory="10%")`', ()),

@@ -104,6 +104,22 @@ def recurrent_grid() -> str:
     )
 
 
+def recurrent_drawn() -> str:
+    found = results("recurrent_drawn_cpu")
+    count, shares = len(found["rows"]), found["summary"]
+    rows = [
+        [share, f"{one['rows']} of {count}", f"{one['mean']:.2f}", f"{one['worst']:.2f}", one["whose"]]
+        for share, one in shares.items()
+    ]
+    slower = sum(row["ratios"].get("5%", 0) > 1 for row in found["rows"])
+    over = sum(bool(row["over"]) for row in found["rows"])
+    return (
+        table(["memory", "run", "mean", "worst", "whose"], rows)
+        + f"\nWithin 5 % {slower} of {count} take longer than torch. Budgets that were not kept: {over}. "
+        f"{source('recurrent_drawn_cpu')}\n"
+    )
+
+
 def small_cells() -> str:
     found = results("small_cells_cpu")["rows"]
     keys = [f"{way} {share}" for way in ("as it is", "compiled") for share in ("50%", "10%", "5%")]
@@ -114,6 +130,26 @@ def small_cells() -> str:
         for row in found
     ]
     return table(["cell", "plain loop", *keys], rows) + "\n" + source("small_cells_cpu") + "\n"
+
+
+def gated_cells() -> str:
+    found = results("gated_cells_cpu")["rows"]
+    keys = [key for key in found[0]["ratios"] if key != "plain"]
+    rows = []
+    for row in found:
+        inputs, size, batch, steps = row["shape"]
+        told = [f"{row['ratios'][key]:.2f}" if key in row["ratios"] else "refused" for key in keys]
+        name = f"{row['cell']} {inputs}→{size}, B={batch}, T={steps}"
+        rows.append([name, time(row["plain_ms"]), *told])
+    columns = [[row["ratios"][key] for row in found if key in row["ratios"]] for key in keys]
+    for name, of in (("mean", statistics.geometric_mean), ("worst", max)):
+        rows.append([f"*{name}*", "", *(f"{of(column):.2f}" for column in columns)])
+    worst = max(max(row["worst_difference"].values()) for row in found)
+    return (
+        table(["cell", "plain loop", *keys], rows)
+        + f"\nGradients differ from the loop's by at most {worst:.0e}, relative to their norms. "
+        f"{source('gated_cells_cpu')}\n"
+    )
 
 
 def first_call() -> str:
@@ -573,7 +609,7 @@ def timm_models() -> str:
 BLOCKS: dict[str, Callable[[], str]] = GPU_BLOCKS | {
     block.__name__: block
     for block in (
-        front_page, recurrent_grid, small_cells, other_people, library_models, scan_backward,
+        front_page, recurrent_grid, recurrent_drawn, small_cells, gated_cells, other_people, library_models, scan_backward,
         planner, chain_networks, sparse_jacobians, rank_jacobians, ranks_memory,
         million_steps, recipes, chain_least, examples, first_call, resident,
         jax_scan, jax_compiling, five_percent, lean, lean_front, lean_beside,

@@ -13,6 +13,7 @@ ROUNDING = 1e-4  # of a float32 gradient, or of weights after some steps of Adam
 QUICK = {
     "lstm": ({"steps": 200}, ROUNDING),
     "loop": ({"steps": 150}, 0),
+    "gated_cell": ({"steps": 150}, ROUNDING),
     "checkpoint": ({}, 0),
     "episodes": ({"steps": 120}, ROUNDING),
     "padded": ({"steps": 120, "dtype": torch.float32}, ROUNDING),

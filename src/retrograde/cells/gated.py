@@ -140,13 +140,13 @@ class GatedCell(nn.Module):
 
     def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
         """Run one step; a state of None is zeros."""
-        return self.run(x, self.zeros(x) if state is None else state, self.weights())
+        return self._step(x, self.zeros(x) if state is None else state, self._weights())
 
-    def weights(self) -> dict[str, Tensor | None]:
+    def _weights(self) -> dict[str, Tensor | None]:
         """Return the weights by name; each is read once, for it may be computed."""
         return {name: getattr(self, name) for name in _WEIGHTS}
 
-    def run(self, x: Tensor, state: Any, weights: dict[str, Any]) -> tuple[Tensor, Any]:
+    def _step(self, x: Tensor, state: Any, weights: dict[str, Any]) -> tuple[Tensor, Any]:
         """Run one step with some weights."""
         before = state if isinstance(state, tuple | list) else (state,)
         shape = *x.shape[:-1], self.gates, self.hidden_size
@@ -173,7 +173,7 @@ def runs_by_loops(cell: Any, x: Sequence[Tensor], state: Tensors) -> bool:
     hooks = cell._forward_hooks, cell._forward_pre_hooks
     if any((*hooks, cell._backward_hooks, cell._backward_pre_hooks)) or len(x) != 1:
         return False
-    own, wide, size = cell.weights(), cell.gates * cell.hidden_size, cell.hidden_size
+    own, wide, size = cell._weights(), cell.gates * cell.hidden_size, cell.hidden_size
     shapes = (wide, cell.input_size), (wide, size), (wide,), (wide,), (cell.units, size)
     whole = all(
         t is None or t.shape == shape for t, shape in zip(own.values(), shapes, strict=True)
@@ -220,7 +220,7 @@ class GatedCore(Core):
     def __init__(self, cell: GatedCell, rows: int = 1) -> None:
         self.cell, self.formula, self.rows = cell, cell.formula, rows
         self.ambient = Ambient(cell.weight_ih.device)
-        self.weights = cell.weights()
+        self.weights = cell._weights()
         wide, size = cast(Tensor, self.weights["weight_hh"]).shape
         self.size, self.wide = size, wide
         self.compiled = loops_of(self.formula, cell.weight_hh.dtype)
@@ -245,7 +245,7 @@ class GatedCore(Core):
         now: Any = tuple(state) if len(state) > 1 else state[0]
         found = []
         for x in inputs[0]:
-            y, now = self.cell.run(x, now, {**self.weights, **given})
+            y, now = self.cell._step(x, now, {**self.weights, **given})
             found.append(y)
         after = [*now] if len(state) > 1 else [now]
         return [torch.stack(found)], after, [w for w in given.values() if w.requires_grad]

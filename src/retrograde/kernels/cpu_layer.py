@@ -88,7 +88,7 @@ def panels_of_units(u: Tensor, units: Counts) -> Tensor:
     The columns of a part are all gates of its units, the first gate first.
     """
     by_gate = u.unflatten(0, (-1, u.shape[1]))
-    return panels(*(by_gate[:, a:b].flatten(0, 1).t() for a, b in pairwise(units.tolist())))
+    return panels(*(by_gate[:, a:b].permute(2, 0, 1) for a, b in pairwise(units.tolist())))
 
 
 def _biases(weights: Weights) -> tuple[Tensor | None, Tensor | None]:

@@ -141,12 +141,14 @@ def _in_panel(
 def panels(*matrices: Tensor) -> Tensor:
     """Return copies of matrices (R, N) in panels (M, P, R, PANEL), padded with zeros.
 
-    The matrices may be views, and N may differ. A panel is contiguous, so it stays in the nearest
-    cache while many rows are multiplied by it.
+    The matrices may be views, and N may differ. Views (R, K, N / K) are copied once more, one at a
+    time. A panel is contiguous, so it stays in the nearest cache while many rows are multiplied by
+    it.
     """
-    count, rows = -(-max(u.shape[1] for u in matrices) // PANEL), len(matrices[0])
+    count, rows = -(-max(u[0].numel() for u in matrices) // PANEL), len(matrices[0])
     found = matrices[0].new_empty(len(matrices), count, rows * PANEL)
-    for u, own in zip(matrices, found.numpy(), strict=True):
+    for matrix, own in zip(matrices, found.numpy(), strict=True):
+        u = matrix if matrix.dim() == 2 else matrix.permute(1, 2, 0).flatten(0, 1).t()
         turned = u.stride(1) > u.stride(0)
         given = (u.t() if turned else u).detach()
         given = given if given.stride(1) == 1 else given.contiguous()

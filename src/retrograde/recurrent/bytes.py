@@ -219,7 +219,7 @@ class Layer:
         numbers = self._parts * self.batch * _whole(own) + gates + self._room(rows, self.width)
         if self.onward == "loops":
             numbers += self._parts * _whole(own, PANEL) * self.size
-            numbers += self._parts * own * self.size if self._parts > 1 else 0  # copied twice
+            numbers += own * self.size if self._parts > 1 else 0  # a part is copied twice
         if not self.kind.startswith("RNN"):
             numbers += rows * gates
         return numbers
