@@ -13,13 +13,10 @@ time of one additional forward pass: (3 + 1) / 3, all at the rate of torch's own
 
     python benchmarks/recurrent_grid.py            # JSON into benchmarks/results/
     python benchmarks/recurrent_grid.py --only 3   # one workload; nothing is written
-    python benchmarks/recurrent_grid.py --drawn 40 # drawn workloads, without checkpoint; JSON too
 """
 
 import argparse
 import json
-import math
-import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -95,31 +92,6 @@ GRID = [
     Work("RNN", 40, 128, 16, 900, packed=True),
     Work("RNN", 64, 64, 32, 500, {"nonlinearity": "relu"}),
 ]
-
-
-def drawn(count: int, seed: int) -> list[Work]:
-    """Workloads of drawn kinds, sizes and options; none takes torch more than some seconds."""
-    draw, found = random.Random(seed), list[Work]()
-
-    def size(low: int, high: int) -> int:
-        return round(math.exp(draw.uniform(math.log(low), math.log(high))))
-
-    while len(found) < count:
-        kind, layers = draw.choice(["LSTM", "GRU", "RNN"]), draw.choice([1, 1, 2, 3])
-        inputs, hidden, batch = size(1, 256), size(4, 512), size(1, 128)
-        options: dict[str, Any] = {"num_layers": layers} if layers > 1 else {}
-        if draw.random() < 0.25:
-            options["bidirectional"] = True
-        if layers > 1 and draw.random() < 0.3:
-            options["dropout"] = 0.2
-        if kind == "RNN" and draw.random() < 0.3:
-            options["nonlinearity"] = "relu"
-        work = Work(kind, inputs, hidden, batch, size(50, 5000), options, draw.random() < 0.25)
-        gates = {"LSTM": 4, "GRU": 3}.get(kind, 1) * layers * (1 + ("bidirectional" in options))
-        numbers = gates * hidden * batch * work.length
-        if numbers * max(inputs, hidden) < 4e10 and numbers < 1.5e8:
-            found.append(work)
-    return found
 
 
 class Contest:
@@ -309,16 +281,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", type=int, nargs="*", help="numbers of workloads")
-    parser.add_argument("--drawn", type=int, default=0, help="so many drawn workloads instead")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    grid = drawn(options.drawn, options.seed) if options.drawn else GRID
-    chosen = grid if options.only is None else [grid[number] for number in options.only]
+    chosen = GRID if options.only is None else [GRID[number] for number in options.only]
     rows = []
     for work in chosen:
-        rows.append(measured(work, options.rounds, segments=not options.drawn))
+        rows.append(measured(work, options.rounds))
         show(rows[-1])
     found = summary(rows)
     for share, told in found.items():
@@ -330,8 +299,7 @@ def main() -> None:
     print(f"behind torch.utils.checkpoint at its bytes: {len(behind)}: {'; '.join(behind)}")
     if options.only is None:
         document = {"machine": machine_of("cpu"), "rows": rows, "summary": found}
-        name = "recurrent_drawn_cpu" if options.drawn else "recurrent_grid_cpu"
-        path = RESULTS / f"{name}.json"
+        path = RESULTS / "recurrent_grid_cpu.json"
         path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
         print(f"written to {path}")
 

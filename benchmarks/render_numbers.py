@@ -108,15 +108,21 @@ def recurrent_drawn() -> str:
     found = results("recurrent_drawn_cpu")
     count, shares = len(found["rows"]), found["summary"]
     rows = [
-        [share, f"{one['rows']} of {count}", f"{one['mean']:.2f}", f"{one['worst']:.2f}", one["whose"]]
+        [
+            share,
+            f"{one['rows']} of {count}",
+            f"{one['mean']:.2f}",
+            f"{one['worst']:.2f}",
+            one["whose"],
+        ]
         for share, one in shares.items()
     ]
     slower = sum(row["ratios"].get("5%", 0) > 1 for row in found["rows"])
     over = sum(bool(row["over"]) for row in found["rows"])
     return (
         table(["memory", "run", "mean", "worst", "whose"], rows)
-        + f"\nWithin 5 % {slower} of {count} take longer than torch. Budgets that were not kept: {over}. "
-        f"{source('recurrent_drawn_cpu')}\n"
+        + f"\nWithin 5 % {slower} of {count} take longer than torch. Budgets that were not kept: "
+        f"{over}. {source('recurrent_drawn_cpu')}\n"
     )
 
 
@@ -609,7 +615,8 @@ def timm_models() -> str:
 BLOCKS: dict[str, Callable[[], str]] = GPU_BLOCKS | {
     block.__name__: block
     for block in (
-        front_page, recurrent_grid, recurrent_drawn, small_cells, gated_cells, other_people, library_models, scan_backward,
+        front_page, recurrent_grid, recurrent_drawn, small_cells, gated_cells, other_people,
+        library_models, scan_backward,
         planner, chain_networks, sparse_jacobians, rank_jacobians, ranks_memory,
         million_steps, recipes, chain_least, examples, first_call, resident,
         jax_scan, jax_compiling, five_percent, lean, lean_front, lean_beside,

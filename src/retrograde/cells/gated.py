@@ -8,7 +8,6 @@ these steps.
 
 import functools
 import inspect
-import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -43,8 +42,8 @@ _BLOCK_BYTES = 4 * 2**20
 # Nominal costs of calls, in forward steps: of one that advances, of one that records and is
 # backpropagated, and of a block. A block takes some 110 µs, and a step of a small layer 6 µs.
 _CALL_STEPS, _RECORD_STEPS, _BLOCK_STEPS = 15.0, 40.0, 20.0
-# The parts of a budget that a block may take.
-_SHARES = 0.7, 0.45, 0.2, 0.0
+# The parts of a budget that a block may take. The first is a single step, and so the least.
+_SHARES = 0.0, 0.2, 0.45, 0.7
 
 _WEIGHTS = "weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_units"
 
@@ -77,7 +76,8 @@ class GatedCell(nn.Module):
         CellError: ``step`` is not a static method, or no elementwise function of its arguments.
 
     Example:
-        >>> class PeepholeLSTM(GatedCell):
+        >>> import retrograde as rg
+        >>> class PeepholeLSTM(rg.GatedCell):
         ...     gates, states, units = 4, 2, 3
         ...
         ...     @staticmethod
@@ -96,9 +96,9 @@ class GatedCell(nn.Module):
     states: ClassVar[int] = 1
     split: ClassVar[int] = 0
     units: ClassVar[int] = 0
-    #: ``step(*gates, *state, *units)`` returns the new state, h first. Its arguments are tensors of
-    #: one shape, or what can be broadcast to it: the K − ``split`` whole gates, those parts of the
-    #: others that come from x, those that come from h, the state before, and the numbers of units.
+    #: ``step(*gates, *state, *units)`` returns the new state, h first. The gates are K − ``split``
+    #: whole ones, then the others' parts from x, and then their parts from h. All arguments are
+    #: tensors (…, H), or can be broadcast to that.
     step: ClassVar[Callable[..., Any]]
     weight_ih: Tensor
     weight_hh: Tensor
@@ -143,7 +143,7 @@ class GatedCell(nn.Module):
         return self._step(x, self.zeros(x) if state is None else state, self._weights())
 
     def _weights(self) -> dict[str, Tensor | None]:
-        """Return the weights by name; each is read once, for it may be computed."""
+        """Return the weights by name. Each is read only once, since it may be computed."""
         return {name: getattr(self, name) for name in _WEIGHTS}
 
     def _step(self, x: Tensor, state: Any, weights: dict[str, Any]) -> tuple[Tensor, Any]:
@@ -166,26 +166,26 @@ class GatedCell(nn.Module):
 
 
 def runs_by_loops(cell: Any, x: Sequence[Tensor], state: Tensors) -> bool:
-    """Return whether compiled loops can run a cell on inputs (T, B, I): it must be a
-    :class:`GatedCell` without hooks, and all tensors must have one precision."""
+    """Return whether compiled loops can run a cell: a :class:`GatedCell` without hooks, on inputs
+    (T, B, I), with all tensors in one precision."""
     if not isinstance(cell, GatedCell) or type(cell).forward is not GatedCell.forward:
         return False
     hooks = cell._forward_hooks, cell._forward_pre_hooks
     if any((*hooks, cell._backward_hooks, cell._backward_pre_hooks)) or len(x) != 1:
         return False
-    own, wide, size = cell._weights(), cell.gates * cell.hidden_size, cell.hidden_size
-    shapes = (wide, cell.input_size), (wide, size), (wide,), (wide,), (cell.units, size)
-    whole = all(
-        t is None or t.shape == shape for t, shape in zip(own.values(), shapes, strict=True)
-    )
-    batch = x[0].shape[1:] if x[0].dim() == 3 else (0, 0)
-    whole = whole and batch[0] > 0 and batch[1] == cell.input_size
-    whole = whole and [s.shape for s in state] == [(batch[0], size)] * cell.states
+    own, size, samples = cell._weights(), cell.hidden_size, x[0].shape[1] if x[0].dim() == 3 else 0
+    shapes = [(cell.gates * size, n) for n in (cell.input_size, size)]
+    shapes += [(cell.gates * size,), (cell.gates * size,), (cell.units, size)]  # type: ignore[list-item]
     tensors = [t for t in (*x, *state, *own.values()) if t is not None]
-    kinds = {(t.dtype, t.device.type) for t in tensors}
-    plain = all(type(t) in (Tensor, nn.Parameter) for t in tensors)
-    known = len(kinds) == 1 and kinds <= {(torch.float32, "cpu"), (torch.float64, "cpu")}
-    if not (whole and plain and known) or torch.is_autocast_enabled("cpu"):
+    kinds = {(t.dtype, t.device.type, type(t) in (Tensor, nn.Parameter)) for t in tensors}
+    if (
+        samples < 1
+        or x[0].shape[2] != cell.input_size
+        or [s.shape for s in state] != [(samples, size)] * cell.states
+        or any(t is not None and t.shape != n for t, n in zip(own.values(), shapes, strict=True))
+        or kinds not in ({(torch.float32, "cpu", True)}, {(torch.float64, "cpu", True)})
+        or torch.is_autocast_enabled("cpu")
+    ):
         return False
     found = loops_of(cell.formula, x[0].dtype)
     if isinstance(found, str):
@@ -220,9 +220,7 @@ class GatedCore(Core):
     def __init__(self, cell: GatedCell, rows: int = 1) -> None:
         self.cell, self.formula, self.rows = cell, cell.formula, rows
         self.ambient = Ambient(cell.weight_ih.device)
-        self.weights = cell._weights()
-        wide, size = cast(Tensor, self.weights["weight_hh"]).shape
-        self.size, self.wide = size, wide
+        self.weights, self.size = cell._weights(), cell.hidden_size
         self.compiled = loops_of(self.formula, cell.weight_hh.dtype)
 
     @property
@@ -311,7 +309,7 @@ class GatedCore(Core):
             whole = (self.formula.gates - self.formula.split) * self.size
             bias = bias.detach().clone()
             bias[:whole] += other.detach()[:whole]
-        found = x.new_empty(*x.shape[:2], self.wide)
+        found = x.new_empty(*x.shape[:2], self.formula.gates * self.size)
         weights = cast(Tensor, self.weights["weight_ih"]).detach()
         linear(x.detach().contiguous().flatten(0, 1), weights, bias, found.flatten(0, 1))
         return found
@@ -376,25 +374,22 @@ def fit_gated(
     budget, layout = as_bytes(memory, usual(length)), Straight(length, fused=True)
     numbers = 2 * cell.gates + cell.split + 3 * cell.states
     each = numbers * cell.hidden_size * tensors[0].element_size()
+    costs: Any = {"call_steps": _CALL_STEPS, "record_steps": _RECORD_STEPS, "scheduled": True}
     best: tuple[float, Fit, int] | None = None
-    refused: BudgetError | None = None
-    least = math.inf
     for share in _SHARES:
         rows = max(samples, int(min(share * budget, _BLOCK_BYTES)) // each)
         core = GatedCore(cell, rows)
         read = layout.read(tensors, core.room(layout.read(tensors)))
         sizes = footprint(core, read, state, ordinary=usual, memory=budget)
-        costs: Any = {"call_steps": _CALL_STEPS, "record_steps": _RECORD_STEPS}
         try:
-            found, _ = fit_measured(
-                core, read, state, memory, replace(sizes, scheduled=True, **costs)
-            )
-        except BudgetError as error:
-            refused, least = error, error.minimum_bytes
-            continue
-        time, least = found.time + length * samples / rows * _BLOCK_STEPS, found.minimum_bytes
+            found, _ = fit_measured(core, read, state, memory, replace(sizes, **costs))
+        except BudgetError:
+            if best is None:
+                raise
+            break
+        time = found.time + length * samples / rows * _BLOCK_STEPS
         if best is None or time < best[0]:
-            best = time, found, rows
-    if best is None:
-        raise cast(BudgetError, refused)
-    return replace(best[1], minimum_bytes=int(least)), best[2]
+            least = found.minimum_bytes if best is None else best[1].minimum_bytes
+            best = time, replace(found, minimum_bytes=least), rows
+    assert best is not None
+    return best[1:]

@@ -1,11 +1,11 @@
 """The loops of :mod:`retrograde.kernels.formulas`, compiled anew for each formula.
 
-A copy of a loop has the formula's numbers, and its step, as global names. numba caches it on disk,
-under a name that has the formula's key.
+A copy of a loop has the formula's numbers, and its step, as global names. On disk its name has the
+formula's key.
 """
 
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from numba import njit, types
@@ -13,7 +13,6 @@ from numba.extending import overload
 
 from retrograde.kernels import lanes
 from retrograde.kernels.duals import Dual, pulled, seeded
-from retrograde.kernels.formulas import Formula
 from retrograde.kernels.lanes import (
     LANES,
     Lanes,
@@ -25,6 +24,9 @@ from retrograde.kernels.lanes import (
     store_each,
 )
 from retrograde.kernels.tiles import product
+
+if TYPE_CHECKING:
+    from retrograde.kernels.formulas import Formula
 
 # Of each copy: the numbers of its formula, and how many gates are whole.
 GATES = STATES = SPLIT = UNITS = WHOLE = ALL = 0
@@ -106,7 +108,7 @@ def _sweep(
             g[0, first + b] = u[b * width : b * width + size]
 
 
-def compile_formula(key: str, formula: Formula, dtype: torch.dtype) -> tuple[Any, Any]:
+def compile_formula(key: str, formula: "Formula", dtype: torch.dtype) -> tuple[Any, Any]:
     """Return the loops of a formula. Raises numba's error if its step cannot be compiled."""
     whole, element = (
         formula.gates - formula.split,

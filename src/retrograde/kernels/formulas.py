@@ -15,6 +15,7 @@ sweep runs ``step`` with derivatives, and multiplies them by the gradient g of t
 import functools
 import hashlib
 import inspect
+import math
 import re
 import types
 from collections.abc import Callable, Sequence
@@ -123,17 +124,20 @@ def loops_of(formula: Formula, dtype: torch.dtype) -> Any:
 
     The step's code and the numbers that it reads decide which loops these are.
     """
-    names, code = inspect.getclosurevars(formula.step), formula.step.__code__
+    step = formula.step
+    if not isinstance(step, types.FunctionType) or step.__defaults__ or step.__kwdefaults__:
+        return "it is no function of Python's, or has default arguments"
+    names, code = inspect.getclosurevars(step), step.__code__
     read = {**names.globals, **names.nonlocals}
-    for name, value in read.items():
-        if not isinstance(value, int | float | types.ModuleType):
-            return f"it reads {name}, which is no number"
+    numbers = {name: value for name, value in read.items() if isinstance(value, int | float)}
+    for name in sorted(read.keys() - numbers.keys()):
+        if read[name] is not torch and read[name] is not math:
+            return f"it reads {name}, which is neither a number nor torch or math"
     if any(isinstance(value, types.CodeType) for value in code.co_consts):
         return "it defines a function"
-    numbers = sorted((n, repr(v)) for n, v in read.items() if isinstance(v, int | float))
-    of = code.co_code, code.co_consts, code.co_names, code.co_varnames, numbers
+    of = code.co_code, code.co_consts, code.co_names, code.co_varnames, code.co_freevars
     shape = formula.gates, formula.states, formula.split, formula.units
-    key = hashlib.sha256(repr((of, shape)).encode()).hexdigest()[:24]
+    key = hashlib.sha256(repr((of, sorted(numbers.items()), shape)).encode()).hexdigest()[:24]
     return _compiled(key, formula, dtype)
 
 
