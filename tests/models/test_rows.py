@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import retrograde as rg
+from retrograde.models import call_sizes
 from retrograde.models.refill import Dropped
 from retrograde.models.rows import RowForward
 from retrograde.plan.calls import Part
@@ -659,6 +660,46 @@ def test_the_first_step_in_training_measures_nothing_again(in_sequence, memory, 
     for name in ("rows.try_call", "call_sizes.Plans.measure"):
         monkeypatch.setattr(f"retrograde.models.{name}", lambda *_: pytest.fail("again"))
     trained(model, x)
+
+
+class Hungry(torch.autograd.Function):
+    """Doubles; the gradient passes through a few tensors of its size, or many."""
+
+    @staticmethod
+    def forward(ctx, x, count):
+        ctx.count = count
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, gradient):
+        several = [gradient * 2 for _ in range(ctx.count)]
+        return sum(several) / len(several), None
+
+
+class Fed(nn.Module):
+    def __init__(self, count):
+        super().__init__()
+        self.net, self.count = nn.Linear(WIDTH, WIDTH), count
+
+    def forward(self, x):
+        return Hungry.apply(torch.tanh(self.net(x)), self.count)
+
+
+def test_layers_of_a_class_are_measured_once_if_they_do_the_same(monkeypatch):
+    counts, measured = [1, 1, 1, 1, 40, 1, 1, 40, 1, 1], []
+    original = call_sizes._sizes
+    monkeypatch.setattr(
+        call_sizes, "_sizes", lambda one, *a: measured.append(one.unit.name) or original(one, *a)
+    )
+    x = torch.randn(300, WIDTH)
+    theirs = Chained([Fed(count) for count in counts])
+    ours = copy.deepcopy(theirs)
+    least = least_of(ours, x)
+    assert measured == ["layers.0", "layers.1", "layers.4"]
+    assert least > 40 * x.nbytes
+    rg.budget(ours, least, x)
+    same(trained(ours, x), trained(theirs, x))
+    assert working_bytes(ours, x) <= least + 16  # and the loss with its gradient
 
 
 @pytest.mark.quick(1)
