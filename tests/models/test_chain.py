@@ -857,9 +857,20 @@ def test_layers_of_one_make_are_measured_once(name, monkeypatch):
     assert len(calls) == most <= len(kind.sizes)
     calls.clear()
     monkeypatch.setattr(call_sizes, "make_of", lambda _: None)
-    apart = chain_plans.measured(layers, x, call_sizes.Plans())
-    assert len(calls) == len(apart.sizes)
-    assert [*map(in_bytes, kind.sizes)] == [*map(in_bytes, apart.sizes)]
+    by_class, apart = call_sizes.Plans(), call_sizes.Plans()
+    apart.classes = Nothing()
+    for plans in (by_class, apart):
+        found = chain_plans.measured(layers, x, plans)
+        assert len(calls) == len(found.sizes)
+        assert [*map(in_bytes, kind.sizes)] == [*map(in_bytes, found.sizes)]
+        calls.clear()
+
+
+class Nothing(set):
+    """A set that has none of what was added."""
+
+    def __contains__(self, value):
+        return False
 
 
 def in_bytes(size):

@@ -346,11 +346,12 @@ class Plans:
         key = make_of(parts), kind, memory
         if key[0] is None or key not in self.sizes:
             one = _Phases(unit, given, state, first=first)
-            shapes = [[t.shape for t in part.parameters(recurse=False)] for part in parts]
+            own = [[*part.parameters(recurse=False)] for part in parts]
+            shapes = [[(t.shape, t.requires_grad) for t in tensors] for tensors in own]
             alike = tuple(map(type, parts)), str(shapes), kind
             with unit.ambient.measured():
                 phases, taken = _phases(one)
-                if (alike, memory) in self.classes:
+                if key[0] is None and (alike, memory) in self.classes:
                     whole = measure_phases(phases[_WHOLE], device=one.device)
                     known = self.seen.get((alike, memory, *_deeds(one, whole)))
                     if known is not None:
