@@ -304,8 +304,7 @@ class Plans:
     def __init__(self) -> None:
         self.kinds: LRUCache[Known] = LRUCache()
         self.sizes: dict[Hashable, CallSizes] = {}
-        self.seen: dict[Hashable, CallSizes] = {}  # by class, and by what a call did
-        self.classes: set[Hashable] = set()
+        self.seen: dict[Hashable, dict[Hashable, CallSizes]] = {}  # by class, and what a call did
         self.seconds: dict[Hashable, dict[int, float]] = {}
 
     def __reduce__(self) -> Any:
@@ -346,22 +345,21 @@ class Plans:
         key = make_of(parts), kind, memory
         if key[0] is None or key not in self.sizes:
             one = _Phases(unit, given, state, first=first)
-            own = [[*part.parameters(recurse=False)] for part in parts]
+            own = (part.parameters(recurse=False) for part in parts)
             shapes = [[(t.shape, t.requires_grad) for t in tensors] for tensors in own]
             alike = tuple(map(type, parts)), str(shapes), kind
             with unit.ambient.measured():
                 phases, taken = _phases(one)
-                if key[0] is None and (alike, memory) in self.classes:
-                    whole = measure_phases(phases[_WHOLE], device=one.device)
-                    known = self.seen.get((alike, memory, *_deeds(one, whole)))
-                    if known is not None:
-                        return known
+                seen = self.seen.setdefault((alike, memory), {})
+                if key[0] is None and seen:
+                    did = _deeds(one, measure_phases(phases[_WHOLE], device=one.device))
+                    if did in seen:
+                        return seen[did]
                 found = measure_phases(phases, device=one.device)
                 if alike not in self.seconds:
                     self.seconds[alike] = _seconds(phases, taken, repeats)
             sizes = self.sizes[key] = _sizes(one, found, self.seconds[alike])
-            self.classes.add((alike, memory))
-            self.seen[alike, memory, *_deeds(one, found[_WHOLE])] = sizes
+            seen[_deeds(one, found[_WHOLE])] = sizes
         return self.sizes[key]
 
 
