@@ -38,7 +38,7 @@ LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}
 ROOMS = {
     "top": (817, 900),
     "schedule": (1175, 1100),
-    "plan": (2647, 2000),
+    "plan": (2652, 2000),
     "sizes": (1230, 1300),
     "replay": (2045, 1300),
     "run": (2088, 1900),

@@ -55,6 +55,27 @@ def test_no_plan_undercuts_its_bound_and_none_is_better_than_the_one_chosen(seed
     assert (chosen.time, chosen.block) == min((time, steps) for steps, time in times.items())
 
 
+def test_a_short_range_may_take_more_than_a_long_one():
+    """As where a kernel cuts ranges into blocks: a range of 16 steps takes less than one of 8."""
+    back = Curve(((1, 13232), (2, 15056), (4, 18704), (8, 19920), (16, 19312), (40, 20528)))
+    sizes = Footprint(
+        state_bytes=304,
+        advance=Curve(((1, 11712), (2, 12320), (4, 13536), (8, 14144), (40, 14144))),
+        held=Curve(((1, 608), (40, 608))),
+        record=Curve(((1, 12016), (2, 12624), (4, 13840), (8, 14448), (40, 14448))),
+        backward=back,
+        ordinary=Curve.affine(0, 3000),
+        gradient_bytes=608,
+        heap_bytes=None,
+        scheduled=True,
+        call_steps=15.0,
+        record_steps=40.0,
+    )
+    for budget in range(sizes.minimum_bytes(), 24000, 16):
+        found = fit(40, budget, sizes)
+        assert predict_peak_bytes(found.schedule, sizes) == found.peak_bytes <= budget
+
+
 @pytest.mark.parametrize("seed", range(24))
 def test_the_most_steps_within_a_limit_are_found_without_a_search(seed):
     rng = random.Random(seed)

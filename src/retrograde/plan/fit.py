@@ -180,12 +180,17 @@ class Footprint:
 
 @lru_cache(8)
 class _Sizes:
-    """The curves of a footprint that a search reads, each computed once for a number of steps."""
+    """The curves of a footprint that a search reads, each computed once for a number of steps.
+
+    A plan's last ranges are shorter. If a shorter one was measured to take more, ``core`` has that.
+    """
 
     def __init__(self, footprint: Footprint) -> None:
         self.footprint, once = footprint, lru_cache(2**14)
-        self.held, self.core = once(footprint.held), once(footprint.core_bytes)
-        self.beside_core = footprint.overhead_bytes(1) - self.core(1)
+        self.held, core = once(footprint.held), footprint.core_bytes
+        known = [(steps, core(steps)) for steps, _ in footprint.backward.points]
+        self.core = once(lambda n: max([core(n), *(size for steps, size in known if steps < n)]))
+        self.beside_core = footprint.overhead_bytes(1) - core(1)
 
     def overhead(self, steps: int) -> int:
         return self.core(steps) + self.beside_core
