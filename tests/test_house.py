@@ -42,7 +42,7 @@ ROOMS = {
     "sizes": (1230, 1300),
     "replay": (2045, 1300),
     "run": (2088, 1900),
-    "kernels": (5002, 3000),  # a cell will be data, written once
+    "kernels": (5006, 3000),  # a cell will be data, written once
     "recurrent": (3325, 2900),
     "cells": (2204, 2200),
     "models": (4745, 2400),  # a lean tape is a fifth of it

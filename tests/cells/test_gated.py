@@ -3,6 +3,8 @@
 import copy
 import pickle
 import random
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -362,6 +364,26 @@ def test_copies_and_states_on_disk():
         assert other(x)[0].equal(y)
         assert [*other.state_dict()] == [*net.state_dict()]
         assert "cell.weight_units" in other.state_dict()
+
+
+CELL = """
+import torch, retrograde as rg
+class Leaky(rg.GatedCell):
+    @staticmethod
+    def step(i, h):
+        return 0.54321 * h + torch.tanh(i)
+y, _ = rg.unroll(Leaky(5, 6), torch.randn(60, 8, 5), memory="60%")
+y.sum().backward()
+"""
+
+
+def test_code_on_disk_outlives_the_module_of_a_step(tmp_path):
+    """The same step in another module, after the first one is gone."""
+    for name in ("first", "second"):
+        module = tmp_path / f"{name}.py"
+        module.write_text(CELL)
+        subprocess.run([sys.executable, "-c", f"import {name}"], check=True, cwd=tmp_path)
+        module.unlink()
 
 
 def test_threads_compile_and_run_at_once():

@@ -115,7 +115,11 @@ def compile_formula(key: str, formula: "Formula", dtype: torch.dtype) -> tuple[A
         getattr(types, str(dtype).removeprefix("torch.")),
     )
     every = formula.gates + formula.split + formula.states + formula.units
-    step = njit(fastmath=lanes.MATH, error_model="numpy")(formula.step)
+    own, code = formula.step.__globals__, formula.step.__code__
+    # Where numba finds a loop on disk, it imports the module of its step: this one, not the user's.
+    used = {name: own[name] for name in code.co_names if name in own} | {"__name__": __name__}
+    copy = FunctionType(code, used, key, None, formula.step.__closure__)
+    step = njit(fastmath=lanes.MATH, error_model="numpy")(copy)
     step.compile((Lanes(element),) * every)
     step.compile(tuple(Dual(element, (k,)) for k in range(every)))
     names: dict[str, Any] = {
