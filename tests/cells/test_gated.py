@@ -295,6 +295,15 @@ def test_a_cell_without_a_static_step_is_refused():
         kind(3, 5)
 
 
+def test_what_a_fit_tells_is_what_runs():
+    cell = Peephole(5, 6)
+    x, _ = data(cell, 200, 8)
+    told = rg.fit(cell, x, memory="20%")
+    assert told.seconds > 0
+    for fit in (told, rg.fit(rg.Recurrent(cell), x, memory="20%")):
+        assert fit.schedule == rg.Recurrent(cell, memory="20%").fit(x).schedule
+
+
 def test_weights_that_are_frozen_computed_or_overwritten():
     torch.manual_seed(0)
     cell = Peephole(5, 6, dtype=DOUBLE)

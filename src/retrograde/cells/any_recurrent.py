@@ -122,7 +122,7 @@ class Recurrent(nn.Module):
         if self.memory is None:
             raise CellError("there is no budget to fit: give memory=, such as memory=0.05")
         call, cell, state = self._call_of(input, state, lengths)
-        return call.fit_for(cell, state)
+        return call.planned(cell, state)[0]
 
     def extra_repr(self) -> str:
         asked = {"memory": self.memory, "batch_first": self.batch_first or None}

@@ -235,6 +235,11 @@ class GatedCore(Core):
         (x,) = cast(InMemory, inputs).tensors
         return [x.new_empty(*x.shape[:-1], self.size)]
 
+    def held(self, tensors: Tensors) -> InMemory:
+        """Return the inputs, with memory for the outputs."""
+        layout = Straight(len(tensors[0]), fused=True)
+        return layout.read(tensors, self.room(layout.read(tensors)))
+
     def ordinary(
         self, layout: Layout, inputs: Tensors, state: Tensors, gate: Gate
     ) -> tuple[Tensors, Tensors, Tensors]:
@@ -371,7 +376,7 @@ def fit_gated(
     ``usual`` has the bytes of ordinary backpropagation. Raises BudgetError.
     """
     length, samples = tensors[0].shape[:2]
-    budget, layout = as_bytes(memory, usual(length)), Straight(length, fused=True)
+    budget = as_bytes(memory, usual(length))
     numbers = 2 * cell.gates + cell.split + 3 * cell.states
     each = numbers * cell.hidden_size * tensors[0].element_size()
     costs: Any = {"call_steps": _CALL_STEPS, "record_steps": _RECORD_STEPS, "scheduled": True}
@@ -379,7 +384,7 @@ def fit_gated(
     for share in _SHARES:
         rows = max(samples, int(min(share * budget, _BLOCK_BYTES)) // each)
         core = GatedCore(cell, rows)
-        read = layout.read(tensors, core.room(layout.read(tensors)))
+        read = core.held(tensors)
         sizes = footprint(core, read, state, ordinary=usual, memory=budget)
         try:
             found, _ = fit_measured(core, read, state, memory, replace(sizes, **costs))

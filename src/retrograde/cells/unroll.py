@@ -19,6 +19,7 @@ from retrograde.replay.surroundings import autocast_as_now
 from retrograde.replay.trees import Structure, Tensors, flatten, flatten_inputs, flatten_state
 from retrograde.run.autograd import check_schedule, refuse_both, run_schedule, run_without_gradient
 from retrograde.run.autograd_core import Settled, run_ordinary
+from retrograde.run.core import Core
 from retrograde.run.layout import InBlocks, Inputs, Layout, Straight, check_length
 from retrograde.run.transforms import is_transformed, is_unreal, refuse_transforms, uncompiled
 from retrograde.scan.any_cell import run_cell
@@ -174,14 +175,17 @@ class CellCall:
             outputs, after = self._recorded(core, states)
         return outputs, core.output_spec, core.state_spec.unflatten(after)
 
-    def fit_for(self, cell: Cell, state: Any) -> Fit:
-        """Return the plan for a cell and its initial state; nothing is trained."""
-        states, state_spec = flatten_state(self._begun(cell, state))
+    def planned(self, cell: Cell, state: Any) -> tuple[Fit, Core, Inputs, Tensors]:
+        """Return the plan for a cell and its initial state, and what it can be timed by: the core,
+        its inputs and a state. Nothing is trained."""
+        states, spec = flatten_state(self._begun(cell, state))
         with torch.enable_grad():
-            found = self._fit_loops(cell, states, state_spec)
+            found = self._fit_loops(cell, states, spec)
             if found is not None:
-                return found[0]
-            return self.fit(self.examine(cell, states, state_spec), states)[0]
+                return *found, found[1].held(self.tensors), states
+            core = self.examine(cell, states, spec)
+            fit, later = self.fit(core, states)[0], later_state(core, self.read, states)
+            return fit, core, self.read, later
 
     def examine(self, cell: Cell, states: Tensors, spec: Structure) -> StepCore:
         """Return the core of a cell, tried on the first step."""

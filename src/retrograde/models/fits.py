@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from retrograde.cells.any_recurrent import Recurrent
-from retrograde.cells.cell import later_state
 from retrograde.cells.stateful import Stateful
 from retrograde.cells.unroll import CellCall, refuse_compiled
 from retrograde.errors import CellError
@@ -17,7 +16,7 @@ from retrograde.models.profile import iteration_seconds
 from retrograde.models.replace_modules import twin
 from retrograde.plan.fit import Fit
 from retrograde.recurrent.call import StackFit
-from retrograde.replay.trees import flatten_inputs, flatten_state
+from retrograde.replay.trees import flatten_inputs
 from retrograde.run.layout import Straight, check_length
 from retrograde.sizes.timing import time_steps
 from retrograde.units import Memory, parse_memory
@@ -95,8 +94,6 @@ def fit(
         layout = Straight(check_length(leaves), fused=False)
         call = CellCall(leaves, spec, layout, memory, None, compile=compile)
     with torch.enable_grad():
-        states, state_spec = flatten_state(state)
-        core = call.examine(cell, states, state_spec)
-        found, _ = call.fit(core, states)
-        times = time_steps(core, call.read, later_state(core, call.read, states), _REPEATS)
+        found, core, read, later = call.planned(cell, state)
+        times = time_steps(core, read, later, _REPEATS)
     return replace(found, seconds=iteration_seconds(found, times))
