@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 import retrograde as rg
-from alternating import medians, seconds
+from alternating import seconds
 from retrograde.machine import machine_of
-from small_cells import plain
+from small_cells import compared, plain
 
 RESULTS = Path(__file__).parent / "results"
 SHARES = "100%", "50%", "20%", "10%", "5%"
@@ -124,15 +124,7 @@ def measured(kind: type[rg.GatedCell], shape: tuple[int, int, int, int]) -> dict
         except rg.BudgetError as refusal:
             row["refused"][key] = refusal.minimum_bytes
             del calls[key]
-    expected, taken = calls["plain"](), medians(calls, ROUNDS)
-    row |= {"cell": kind.__name__, "shape": shape, "plain_ms": round(1e3 * taken["plain"], 2)}
-    row["ratios"] = {key: round(one / taken["plain"], 3) for key, one in taken.items()}
-    row["bytes"] = {key: rg.measure(call).working_bytes for key, call in calls.items()}
-    row["worst_difference"] = {
-        key: max(float((a - b).norm() / b.norm()) for a, b in zip(call(), expected, strict=True))
-        for key, call in calls.items()
-    }
-    return row
+    return {"cell": kind.__name__, "shape": shape, **row, **compared(calls, ROUNDS)}
 
 
 def main() -> None:

@@ -162,8 +162,13 @@ def contenders(
 def measured(name: str, cell: nn.Module, steps: int, batch: int, state: Any) -> dict[str, Any]:
     """A row of the table."""
     found, calls = contenders(cell, steps, batch, state)
-    row, expected = {"cell": name, **found}, calls["plain"]()
-    taken = medians(calls, ROUNDS)
+    return {"cell": name, **found, **compared(calls, ROUNDS)}
+
+
+def compared(calls: dict[str, Callable[[], tuple[Tensor, ...]]], rounds: int) -> dict[str, Any]:
+    """Times, bytes and gradients of calls, beside those of the plain loop."""
+    row: dict[str, Any] = {}
+    expected, taken = calls["plain"](), medians(calls, rounds)
     row["plain_ms"] = round(1e3 * taken["plain"], 2)
     row["ratios"] = {key: round(one / taken["plain"], 3) for key, one in taken.items()}
     row["bytes"] = {key: rg.measure(call).working_bytes for key, call in calls.items()}
