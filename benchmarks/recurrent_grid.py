@@ -50,7 +50,12 @@ class Work:
 
     def __str__(self) -> str:
         told = f"{self.kind} {self.inputs}→{self.hidden}, B={self.batch}, T={self.length}"
-        names = {"num_layers": "layers", "bidirectional": "two directions", "dropout": "dropout"}
+        names = {
+            "num_layers": "layers",
+            "bidirectional": "two directions",
+            "dropout": "dropout",
+            "batch_first": "batch first",
+        }
         for name, value in self.options.items():
             told += f", {names.get(name, name)}" + ("" if value is True else f" {value}")
         return told + (", packed" if self.packed else "")
@@ -102,7 +107,10 @@ class Contest:
         self.work, self.device = work, torch.device(device)
         self.options = {**work.options, "device": self.device}
         self.theirs = getattr(torch.nn, work.kind)(work.inputs, work.hidden, **self.options)
-        x: Any = torch.randn(work.length, work.batch, work.inputs, device=self.device)
+        shape = [work.length, work.batch]
+        if work.options.get("batch_first"):
+            shape.reverse()
+        x: Any = torch.randn(*shape, work.inputs, device=self.device)
         self.padded: Any = x.clone().requires_grad_() if work.packed else None
         if work.packed:
             lengths = torch.linspace(work.length, work.length / 4, work.batch).long()
@@ -162,7 +170,7 @@ class Contest:
     def add_segments(self) -> None:
         """Enter ``torch.utils.checkpoint``, and ours in its bytes."""
         work = self.work
-        if work.packed or work.options.get("bidirectional") or work.options.get("dropout"):
+        if work.packed or {"bidirectional", "dropout", "batch_first"} & work.options.keys():
             return
         for count in SEGMENTS:
             self.runs[f"checkpoint {count}"] = lambda count=count: self._segmented(count)

@@ -12,6 +12,7 @@ import retrograde as rg
 from oracles.networks import relative_error
 from oracles.strangers import watched
 from retrograde.plan.fit import whole_fit
+from retrograde.recurrent import backward
 from retrograde.recurrent.bytes import Layer, stacked, sums_at_once
 from retrograde.recurrent.core import HeldLayers
 from retrograde.recurrent.plan import HeldPlan, Planner
@@ -126,6 +127,19 @@ def test_what_is_laid_out_otherwise(kind, layers):
         for kept in (0, 9):
             ours = case.ours(SCHEDULES["in one range"](40), HeldPlan(21, kept), x)
             case.assert_same(ours, x, [seed, *states], [x, *case.net.parameters()])
+
+
+@EVERY_KIND
+@pytest.mark.parametrize("means", ["loops", "sweeps", "in place"])
+def test_a_gradient_in_another_order_is_copied_in_few_pieces(kind, means, monkeypatch):
+    case, pieces = Case(kind, (400, 2, 3, 8)), []
+    copy = backward._laid
+    monkeypatch.setattr(backward, "_laid", lambda *given: pieces.append(given) or copy(*given))
+    y, *states = case.seeds
+    seed = y.transpose(0, 1).contiguous().transpose(0, 1)
+    ours = case.ours(SCHEDULES["in one range"](400), HeldPlan(400, 0, *run_by(means, case)))
+    case.assert_same(ours, seeds=[seed, *states])
+    assert len(pieces) <= 2 * (backward.LAID_SHARE + 1)  # of two spans; it was once one a step
 
 
 @EVERY_KIND

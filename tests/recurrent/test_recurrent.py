@@ -7,7 +7,9 @@ import pytest
 import torch
 
 import retrograde as rg
+from retrograde.recurrent import plan
 
+FEW_STEPS = plan._FEW_STEPS
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
@@ -374,3 +376,27 @@ def test_two_directions_that_would_run_in_ranges_are_refused(options, layers):
     net.schedule = rg.plan(60, 3)
     with pytest.raises(rg.CellError, match=f"got a schedule {two}"):
         net(x.float())
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "own"),
+    [
+        ((40, 2, 8), {}, True),  # few steps, few states: our calls cost more than they save
+        ((100, 2, 8), {}, False),
+        ((40, 1700, 8), {}, False),  # 2^19 states and more
+        ((40, 2, 8), {"dtype": torch.float64}, False),  # oneDNN has no such LSTM
+        ((9, 2, 8), {"dtype": torch.float64}, True),
+        ((100, 2, 600), {}, True),  # wide
+        ((100, 2, 600), {"dtype": torch.float64}, False),
+    ],
+    ids=str,
+)
+def test_with_memory_for_all_torchs_own_pass_runs_where_it_is_faster(
+    shape, options, own, monkeypatch
+):
+    monkeypatch.setattr(plan, "_FEW_STEPS", FEW_STEPS)
+    length, batch, size = shape
+    x = torch.randn(length, batch, 8, **options)
+    assert rg.LSTM(8, size, memory="100%", **options).fit(x).ordinary is own
+    packed = torch.nn.utils.rnn.pack_padded_sequence(x, torch.linspace(length, 1, batch).long())
+    assert rg.LSTM(8, size, memory="100%", **options).fit(packed).ordinary is (length < 10)

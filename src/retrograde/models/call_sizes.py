@@ -40,7 +40,7 @@ from retrograde.units import format_bytes
 
 _MARK_BYTES = 8  # one number, which tells a generator's position before and after a run
 _ROUNDS = 3
-_MORE_SECONDS = 0.03  # a call that takes longer in all ways is timed once less
+_MORE_SECONDS = 0.03  # a call that takes longer in all ways is timed once more, not thrice
 
 
 class _Leave(torch.autograd.Function):
@@ -397,9 +397,9 @@ def _phases(one: _Phases) -> tuple[list[Callable[[], None]], dict[int, float]]:
 def _seconds(
     phases: Sequence[Callable[[], None]], taken: dict[int, float], repeats: int | None
 ) -> dict[int, float]:
-    """Return the least seconds of some runs of the phases, but for those of the first way."""
-    rounds, is_long = [], sum(taken.values()) > _MORE_SECONDS
-    for _ in range(repeats or _ROUNDS - is_long):
+    """Return the least seconds of the run that was measured, and of some more."""
+    rounds, is_long = [{**taken}], sum(taken.values()) > _MORE_SECONDS
+    for _ in range(repeats or (1 if is_long else _ROUNDS)):
         taken.update(dict.fromkeys(taken, 0.0))
         for phase in (*phases[:4], *phases[10:]):
             phase()

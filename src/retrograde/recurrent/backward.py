@@ -17,7 +17,7 @@ from retrograde.kernels.cells import Block, Slopes, Weights, slopes
 from retrograde.kernels.meeting import parts_of_units
 from retrograde.kernels.products import add_outer, sum_of_rows, times
 from retrograde.kernels.sweep import safe_chunk
-from retrograde.recurrent.bytes import LAID_ROWS, LARGE, Means
+from retrograde.recurrent.bytes import LAID_ROWS, LAID_SHARE, LARGE, Means
 
 if TYPE_CHECKING:
     from retrograde.kernels.cpu_layer import Backward
@@ -32,9 +32,9 @@ class LayerBackward:
     """The backward pass of one layer.
 
     ``totals``, by the names of the weights, are complete after ``finish``. ``rows`` is the most
-    rows of a span of several steps. ``chunk`` is the steps in a chunk of a scan; None runs no
-    scan. ``at_once`` sums gradients of weights in place, which takes
-    less memory and rounds more. ``resets`` says whether blocks have them.
+    rows of a span of several steps. ``chunk`` is the steps in a chunk of a scan; None runs no scan.
+    ``at_once`` sums gradients of weights in place, which takes less memory and rounds more.
+    ``resets`` says whether blocks have them.
     """
 
     def __init__(
@@ -60,9 +60,8 @@ class LayerBackward:
         self.in_one_loop = small and loops
         self.loops: Backward | None = None
         self.samples = -1
-        self.laid_rows = LAID_ROWS if on_cpu else rows  # on a GPU each part is another launch
-        if means == "in place":
-            self.laid_rows = 0
+        few = LAID_ROWS * (means != "in place")
+        self.laid_rows = few if on_cpu else rows  # on a GPU each part is another launch
         self.sweep: BlockSweep | None = None
 
     def add(self, block: Block, dy: Tensor | None, g: Tensor, dx: Tensor | None) -> Tensor:
@@ -119,14 +118,12 @@ class LayerBackward:
         return g
 
     def _parts(self, dy: Tensor | None, samples: int) -> list[slice]:
-        """Return the steps to backpropagate at a time, from the last to the first.
-
-        There are few at a time if the outputs' gradient must be copied first.
-        """
+        """Return the steps to backpropagate at a time, from the last to the first. There are few at
+        a time if the outputs' gradient must be copied first."""
         if dy is None or (dy.is_contiguous() and dy.dtype == self.weights.hidden.dtype):
             return [slice(None)]
-        steps = max(1, self.laid_rows // samples)
-        return [slice(a, a + steps) for a in range(0, len(dy), steps)][::-1]
+        most = max(1, self.laid_rows // samples, len(dy) // LAID_SHARE)
+        return [slice(a, a + most) for a in range(0, len(dy), most)][::-1]
 
     def _add_products(self, steps: Slopes, block: Block, dx: Tensor | None) -> None:
         gates = steps.gates.flatten(0, 1)

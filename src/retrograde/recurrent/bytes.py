@@ -31,9 +31,9 @@ FORWARD_BYTES = 2**21
 #: The most numbers in hidden weights for which our own loops are faster than BLAS.
 LARGE = 2**18
 
-#: The rows of the outputs' gradient that are copied into contiguous memory at a time, if they must
-#: be. What runs in place copies one step at a time.
-LAID_ROWS = 128
+#: The outputs' gradient may have to be laid into contiguous memory: so many rows, or a quarter of a
+#: span, at a time. What runs in place copies a quarter, or a step.
+LAID_ROWS, LAID_SHARE = 128, 4
 
 # The most rows whose gradients may be added to a total in place, one sum of 64 rows after the
 # other.
@@ -132,8 +132,8 @@ class Layer:
         dropped = self.tracks > 1 or self.drops
         numbers = rows * size + 2 * self.batch * 2 * size  # before steps; entering states
         if self.top:
-            laid = {"in place": 0, "torch": rows}.get(self.back, min(rows, LAID_ROWS))
-            numbers += max(laid, self.batch) * size
+            few = {"in place": 0, "torch": rows}.get(self.back, min(rows, LAID_ROWS))
+            numbers += max(few, rows // LAID_SHARE, self.batch) * size
             # With two tracks, its states and their gradients are reversed in time.
             numbers += 2 * rows * size if self.tracks > 1 else 0
         else:

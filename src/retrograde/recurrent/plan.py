@@ -40,7 +40,11 @@ _SPAN: dict[bool, tuple[float, float]] = {True: (180.0, 3e-4), False: (230.0, 1.
 # addition by the number of units; and backward.
 _IN_PLACE, _FEW_UNITS, _BACK_IN_PLACE = 0.1, 32.0, 0.2
 _SWEEPS = 0.6  # forward passes that a GRU's separate sweeps cost more than one loop
-_TORCHS = 1.4e6  # weights above which oneDNN's LSTM is as fast as ours
+# oneDNN runs torch's LSTM in single precision, if it is not packed. Above so many weights it is as
+# fast as ours. Below so many steps torch's own pass is faster, since our calls cost more. But above
+# so many states it asks the system for memory at every call.
+_ONEDNN_WEIGHTS, _FEW_STATES = 1.4e6, 2**19
+_FEW_STEPS = {"oneDNN": 64, "LSTM": 10, "GRU": 10, "RNN_TANH": 20, "RNN_RELU": 20}
 _THREAD_ROWS = 128  # the most rows that a thread of a backward pass buffers
 
 
@@ -124,7 +128,7 @@ class Planner:
         if budget < minimum:
             raise refusal(length, memory, budget, minimum, ordinary)
         told = {"budget_bytes": budget, "ordinary_bytes": ordinary, "minimum_bytes": minimum}
-        if self.torchs and budget >= usual and (budget < least or self._is_large):
+        if self.torchs and budget >= usual and (budget < least or self._lags(lengths)):
             return None, ordinary_fit(length, peak_bytes=usual, **told)
         return self._fastest(lengths, budget, told)
 
@@ -155,14 +159,13 @@ class Planner:
         """Whether the layers have two directions; then no range can be a part of the steps."""
         return self.layers[0].tracks > 1
 
-    @property
-    def _is_large(self) -> bool:
-        """Whether torch's own pass is faster, if there is memory for it."""
+    def _lags(self, lengths: Sequences) -> bool:
+        """Return whether torch's own pass is faster, if there is memory for it."""
         layer = self.layers[0]
-        if layer.onward == "torch":
-            return True
-        weights = 4 * layer.size * (layer.size + layer.width)
-        return layer.kind == "LSTM" and weights > _TORCHS
+        by_onednn = layer.kind == "LSTM" and layer.item == 4 and lengths.offsets is None
+        wide = by_onednn and 4 * layer.size * (layer.size + layer.width) > _ONEDNN_WEIGHTS
+        few = lengths.length < _FEW_STEPS["oneDNN" if by_onednn else layer.kind]
+        return wide or layer.onward == "torch" or (few and lengths.rows * layer.size <= _FEW_STATES)
 
     def _fastest(
         self, lengths: Sequences, budget: int, told: dict[str, int]
