@@ -47,6 +47,7 @@ class Work:
     length: int
     options: dict[str, Any] = field(default_factory=dict)
     packed: bool = False
+    sums: bool = False  # whether the loss is the sum of the outputs
 
     def __str__(self) -> str:
         told = f"{self.kind} {self.inputs}→{self.hidden}, B={self.batch}, T={self.length}"
@@ -58,7 +59,7 @@ class Work:
         }
         for name, value in self.options.items():
             told += f", {names.get(name, name)}" + ("" if value is True else f" {value}")
-        return told + (", packed" if self.packed else "")
+        return told + ", packed" * self.packed + ", of a sum" * self.sums
 
 
 TWO, THREE = {"num_layers": 2}, {"num_layers": 3}
@@ -110,7 +111,9 @@ class Contest:
         shape = [work.length, work.batch]
         if work.options.get("batch_first"):
             shape.reverse()
-        x: Any = torch.randn(*shape, work.inputs, device=self.device)
+        x: Any = torch.randn(
+            *shape, work.inputs, device=self.device, dtype=work.options.get("dtype")
+        )
         self.padded: Any = x.clone().requires_grad_() if work.packed else None
         if work.packed:
             lengths = torch.linspace(work.length, work.length / 4, work.batch).long()
@@ -121,7 +124,8 @@ class Contest:
         self.x = x
         self.leaf: Tensor = x.data if work.packed else x
         y = self.theirs(x)[0]
-        self.seed = torch.randn_like(y.data if work.packed else y)
+        y = y.data if work.packed else y
+        self.seed = y.new_ones(()).expand_as(y) if work.sums else torch.randn_like(y)
         if work.packed:
             self.padded_seed = torch.randn_like(self.theirs(self.padded)[0])
         self.runs: dict[str, Callable[[], object]] = {"torch": lambda: self._call(self.theirs)}

@@ -104,6 +104,17 @@ def recurrent_grid() -> str:
     )
 
 
+def recurrent_corners() -> str:
+    found, shares = results("recurrent_corners_cpu"), ("100%", "50%", "20%", "5%")
+    rows = []
+    for row in found["rows"]:
+        told = [f"{row['ratios'][s]:.2f}" if s in row["ratios"] else "refused" for s in shares]
+        rows.append([row["work"].replace("torch.", ""), time(row["torch_ms"]), *told])
+    for name, key in (("worst", "worst"), ("geometric mean", "mean")):
+        rows.append([f"*{name}*", "", *(f"{found['summary'][s][key]:.2f}" for s in shares)])
+    return table(["network", "torch", *shares], rows) + f"\n{source('recurrent_corners_cpu')}\n"
+
+
 def recurrent_drawn() -> str:
     found = results("recurrent_drawn_cpu")
     count, shares = len(found["rows"]), found["summary"]
@@ -615,8 +626,8 @@ def timm_models() -> str:
 BLOCKS: dict[str, Callable[[], str]] = GPU_BLOCKS | {
     block.__name__: block
     for block in (
-        front_page, recurrent_grid, recurrent_drawn, small_cells, gated_cells, other_people,
-        library_models, scan_backward,
+        front_page, recurrent_grid, recurrent_drawn, recurrent_corners, small_cells, gated_cells,
+        other_people, library_models, scan_backward,
         planner, chain_networks, sparse_jacobians, rank_jacobians, ranks_memory,
         million_steps, recipes, chain_least, examples, first_call, resident,
         jax_scan, jax_compiling, five_percent, lean, lean_front, lean_beside,

@@ -44,7 +44,7 @@ _SWEEPS = 0.6  # forward passes that a GRU's separate sweeps cost more than one 
 # fast as ours. Below so many steps torch's own pass is faster, since our calls cost more. But above
 # so many states it asks the system for memory at every call.
 _ONEDNN_WEIGHTS, _FEW_STATES = 1.4e6, 2**19
-_FEW_STEPS = {"oneDNN": 64, "LSTM": 10, "GRU": 10, "RNN_TANH": 20, "RNN_RELU": 20}
+_FEW_STEPS = {"oneDNN": 128, "LSTM": 10, "GRU": 10, "RNN_TANH": 20, "RNN_RELU": 20}
 _THREAD_ROWS = 128  # the most rows that a thread of a backward pass buffers
 
 
