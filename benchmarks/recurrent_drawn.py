@@ -57,10 +57,14 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=40)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", help="part of a name: such rows anew, the others as they were")
     options = parser.parse_args()
     torch.set_num_threads(2)
-    rows = []
-    for work in drawn(options.count, options.seed):
+    path, rows = RESULTS / "recurrent_drawn_cpu.json", list[dict[str, Any]]()
+    for number, work in enumerate(drawn(options.count, options.seed)):
+        if options.only is not None and options.only not in str(work):
+            rows.append(json.loads(path.read_text())["rows"][number])
+            continue
         rows.append(measured(work, options.rounds, segments=False))
         show(rows[-1])
     found = summary(rows)
@@ -68,7 +72,6 @@ def main() -> None:
         print(f"{share:>5}: {told['rows']} of {len(rows)}, worst {told['worst']:.2f} "
               f"({told['whose']}), geometric mean {told['mean']:.2f}")  # fmt: skip
     document = {"machine": machine_of("cpu"), "rows": rows, "summary": found}
-    path = RESULTS / "recurrent_drawn_cpu.json"
     path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
     print(f"written to {path.name}")
 

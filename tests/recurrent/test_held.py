@@ -237,7 +237,8 @@ def drawn_shape(dice):
     )
     shape = Layer(
         case.net.mode, batch, width, size, case.tracks, dtype.itemsize,
-        torch.get_num_threads(), needs, straight, at_once=sums_at_once(length, batch),
+        torch.get_num_threads(), needs, straight, lengths is not None,
+        at_once=sums_at_once(length, batch),
     )  # fmt: skip
     offsets = None if lengths is None else [0, *case.sizes.cumsum(0).tolist()]
     kept = plan.kept if kind is nn.LSTM else 0
@@ -297,3 +298,35 @@ def test_weights_that_lie_in_another_order_are_counted_where_they_are_copied(kin
     net.zero_grad()
     x.grad = None
     assert rg.measure(call).working_bytes <= net.memory
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize(
+    ("shape", "memory"), [((1000, 53, 115, 12), "5%"), ((100, 16, 256, 512), "20%")], ids=str
+)
+def test_wide_inputs_by_samples_and_samples_that_end_keep_the_budget(shape, memory):
+    length, batch, width, size = shape
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        if size > width:  # few samples are left at the end, whose units the threads divide
+            x = torch.randn(length, batch, width)
+            x = nn.utils.rnn.pack_padded_sequence(
+                x, torch.linspace(length, length // 4, batch).long()
+            )
+            net, leaf = rg.LSTM(width, size, memory=memory), x.data
+        else:
+            x = leaf = torch.randn(batch, length, width, requires_grad=True)
+            net = rg.LSTM(width, size, memory=memory, batch_first=True)
+
+        def call():
+            y = net(x)[0]
+            (y.data if leaf is not x else y).sum().backward()
+            return y
+
+        call()
+        leaf.grad = None
+        net.zero_grad()
+        assert rg.measure(call).working_bytes <= net.fit(x).budget_bytes
+    finally:
+        torch.set_num_threads(threads)

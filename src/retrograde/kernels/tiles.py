@@ -142,8 +142,7 @@ def panels(*matrices: Tensor) -> Tensor:
     """Return copies of matrices (R, N) in panels (M, P, R, PANEL), padded with zeros.
 
     The matrices may be views, and N may differ. Views (R, K, N / K) are copied once more, one at a
-    time. A panel is contiguous, so it stays in the nearest cache while many rows are multiplied by
-    it.
+    time. A panel is contiguous, so it stays in the nearest cache while rows are multiplied by it.
     """
     count, rows = -(-max(u[0].numel() for u in matrices) // PANEL), len(matrices[0])
     found = matrices[0].new_empty(len(matrices), count, rows * PANEL)
@@ -157,6 +156,7 @@ def panels(*matrices: Tensor) -> Tensor:
         for p, panel in enumerate(own):
             at = p * PANEL * (stride if turned else 1)
             pack(flat, at, stride, turned, rows, columns - p * PANEL, panel)
+        del u, given, flat  # before the next copy is made
     return found.view(len(matrices), count, rows, PANEL)
 
 

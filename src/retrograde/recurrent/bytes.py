@@ -8,6 +8,7 @@ length of a span, and the number of steps whose gates are kept.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import ceil
 from typing import Literal
 
@@ -60,7 +61,8 @@ class Layer:
     """A layer in one or two tracks (directions), and a batch of B samples.
 
     ``width`` is I and ``size`` is H. ``item`` is the bytes of a number. ``straight`` says whether
-    inputs are contiguous, ``lowest`` and ``top`` where it is in its recurrence. ``drops`` says
+    inputs are contiguous, ``packed`` whether later steps may have fewer samples. ``lowest`` and
+    ``top`` say where it is in its recurrence. ``drops`` says
     whether there is dropout between the layers of that, and ``first`` whether the inputs of the
     lowest are dropped too. ``at_once`` is as for ``LayerBackward``. ``onward`` and ``back`` are
     what runs the layer. ``vendor`` has the bytes of the vendor's forward pass by steps. These are
@@ -76,6 +78,7 @@ class Layer:
     threads: int = 1
     needs_x: bool = True
     straight: bool = True
+    packed: bool = False
     drops: bool = False
     first: bool = False
     at_once: bool = False
@@ -183,10 +186,15 @@ class Layer:
         """The parts of the units that threads share if there are few samples."""
         return parts_of_units(self.batch, self.size, GATES[self.kind], self.threads)
 
-    @property
-    def _each(self) -> int:
-        """The most units of a part."""
-        return min(self.size, _whole(-(-self.size // self._parts)))
+    @cached_property
+    def _parts_onward(self) -> int:
+        """The same of a forward pass, to which a step of a packed batch may bring fewer samples."""
+        counts = range(1, self.batch + 1) if self.packed else [self.batch]
+        return max(parts_of_units(n, self.size, GATES[self.kind], self.threads) for n in counts)
+
+    def _each(self, parts: int) -> int:
+        """Return the most units of a part."""
+        return min(self.size, _whole(-(-self.size // parts)))
 
     @property
     def _lstm(self) -> bool:
@@ -215,11 +223,12 @@ class Layer:
             assert self.vendor is not None
             steps = -(-rows // self.batch)
             return -(-int(self.vendor(steps)) // self.item) if steps else 0
-        own = GATES[self.kind] * self._each
-        numbers = self._parts * self.batch * _whole(own) + gates + self._room(rows, self.width)
+        parts = self._parts_onward
+        own = GATES[self.kind] * self._each(parts)
+        numbers = parts * self.batch * _whole(own) + gates + self._room(rows, self.width)
         if self.onward == "loops":
-            numbers += self._parts * _whole(own, PANEL) * self.size
-            numbers += own * self.size if self._parts > 1 else 0  # a part is copied twice
+            numbers += parts * _whole(own, PANEL) * self.size
+            numbers += own * self.size if parts > 1 else 0  # a part is copied twice
         if not self.kind.startswith("RNN"):
             numbers += rows * gates
         return numbers
@@ -230,7 +239,7 @@ class Layer:
         if self.back in ("in place", "torch"):  # a wide sweep's table, its graph's random state
             return self.batch * _whole(size) + 16
         if not self.loops:
-            numbers = self._parts * gates * _whole(self._each, PANEL)
+            numbers = self._parts * gates * _whole(self._each(self._parts), PANEL)
             return numbers + self.threads * self.batch * _whole(size)
         steps = max(1, rows // self.batch)
         parts = min(self.threads, max(1, self.batch // 2))

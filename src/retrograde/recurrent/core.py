@@ -271,6 +271,7 @@ class HeldLayers(Core):
             if dx is not None and into is not None and dx is not into:
                 dx = self._dropped(dx.flip(0) if number else dx, 0, span)
                 _ = into.add_(dx) if number else into.copy_(dx)
+            dx = dy = None  # before the next ones are made
         for one in passes:
             one.finish()
         tape.below.clear()

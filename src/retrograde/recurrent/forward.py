@@ -23,10 +23,7 @@ if TYPE_CHECKING:
 
 
 def room_for(weights: Weights, x: Tensor) -> Kept | None:
-    """Return buffers for the gates and cells of an LSTM's forward pass.
-
-    Return None where the forward pass cannot keep them.
-    """
+    """Return buffers for the gates and cells of an LSTM's forward pass, if it can keep them."""
     make = kernels(x.device.type, x.dtype, weights.size).forward
     if weights.kind != "LSTM" or make is None:
         return None
@@ -51,10 +48,8 @@ def run(
 
 
 class LayerForward:
-    """The forward pass of a layer, in spans of at most ``block`` rows.
-
-    torch's own kernel runs it if ``make`` is None.
-    """
+    """The forward pass of a layer, in spans of at most ``block`` rows; by torch's own kernel if
+    ``make`` is None."""
 
     def __init__(self, make: "type[Forward] | None", weights: Weights, block: int) -> None:
         self.weights, wide = weights, weights.inputs.shape[0] * weights.inputs.itemsize
@@ -67,11 +62,8 @@ class LayerForward:
         self, x: Tensor, state: Tensors, y: Tensor, kept: Kept | None = None,
         resets: Resets | None = None,
     ) -> None:  # fmt: skip
-        """Run inputs x (L, n, I) and write the outputs to y (L, n, H).
-
-        The state is (h,) or (h, c), each (n, H), and is overwritten. ``kept`` receives an LSTM's
-        gates and cells.
-        """
+        """Run inputs x (L, n, I) and write the outputs to y (L, n, H). The state is (h,) or (h, c),
+        each (n, H), and is overwritten. ``kept`` receives an LSTM's gates and cells."""
         if self.make is None:
             anew = [] if resets is None else resets.starts.any(-1).nonzero().flatten().tolist()
             for a, b in pairwise(sorted({0, *anew, len(x)})):
@@ -109,10 +101,8 @@ def run_by_torch(weights: Weights, x: Tensor, state: Tensors, y: Tensor) -> None
 
 
 def forward_curve(length: int, memory: Memory | None, weights: Weights, state: Tensors) -> Curve:
-    """Measure :func:`forward_bytes` by number of steps.
-
-    Ranges of more than a few steps are measured only as far as a budget in bytes allows.
-    """
+    """Measure :func:`forward_bytes` by number of steps. Ranges of more than a few steps are
+    measured only as far as a budget in bytes allows."""
     most = memory if isinstance(memory, int) else inf
     points: dict[int, int] = {}
     for steps in sorted({min(length, n) for n in (1, 2, 4, 16, 64)}):

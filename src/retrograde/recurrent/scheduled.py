@@ -116,6 +116,7 @@ def _held_planner(call: Call, ordinary: Ordinary, memory: Memory | None) -> Plan
         threads=torch.get_num_threads(),
         needs_x=x.requires_grad,
         straight=x.is_contiguous(),
+        packed=call.sizes is not None,
         drops=call.has_dropout and not first.both,
         at_once=sums_at_once(call.length, call.batch),
         onward=by,
