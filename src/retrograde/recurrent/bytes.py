@@ -15,7 +15,7 @@ from typing import Literal
 from retrograde.kernels import cpu_backward
 from retrograde.kernels.cells import GATES, Kind
 from retrograde.kernels.lanes import LANES
-from retrograde.kernels.meeting import parts_of_units
+from retrograde.kernels.meeting import MANY_SAMPLES, parts_of_units
 from retrograde.kernels.products import room_of_outer, room_of_product, threads_with_room
 from retrograde.kernels.tiles import PANEL
 from retrograde.plan.fit import Curve
@@ -189,7 +189,8 @@ class Layer:
     @cached_property
     def _parts_onward(self) -> int:
         """The same of a forward pass, to which a step of a packed batch may bring fewer samples."""
-        counts = range(1, self.batch + 1) if self.packed else [self.batch]
+        most = min(self.batch, max(MANY_SAMPLES))
+        counts = range(1, most + 1) if self.packed else [self.batch]
         return max(parts_of_units(n, self.size, GATES[self.kind], self.threads) for n in counts)
 
     def _each(self, parts: int) -> int:

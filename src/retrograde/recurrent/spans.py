@@ -70,10 +70,8 @@ def cut(
 
 @dataclass(frozen=True)
 class Sequences:
-    """The lengths of a batch: T, B and, if packed, ``offsets``.
-
-    ``offsets`` gives the first row of every step, and at the end the number of rows.
-    """
+    """The lengths of a batch: T, B and, if packed, ``offsets``. These give the first row of every
+    step, and at the end the number of rows."""
 
     length: int
     batch: int
