@@ -132,12 +132,12 @@ def test_what_is_laid_out_otherwise(kind, layers):
 @EVERY_KIND
 @pytest.mark.parametrize("means", ["loops", "sweeps", "in place"])
 def test_a_gradient_in_another_order_is_copied_in_few_pieces(kind, means, monkeypatch):
-    case, pieces = Case(kind, (400, 2, 3, 8)), []
+    case, pieces = Case(kind, (400, 8, 3, 8)), []
     copy = backward._laid
     monkeypatch.setattr(backward, "_laid", lambda *given: pieces.append(given) or copy(*given))
     y, *states = case.seeds
     seed = y.transpose(0, 1).contiguous().transpose(0, 1)
-    ours = case.ours(SCHEDULES["in one range"](400), HeldPlan(400, 0, *run_by(means, case)))
+    ours = case.ours(SCHEDULES["in one range"](400), HeldPlan(1600, 0, *run_by(means, case)))
     case.assert_same(ours, seeds=[seed, *states])
     assert len(pieces) <= 2 * (backward.LAID_SHARE + 1)  # of two spans; it was once one a step
 
