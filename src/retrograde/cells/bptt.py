@@ -275,7 +275,7 @@ def _fitted(task: _Task, inputs: Any, memory: Memory) -> tuple[Core, Schedule]:
 
     def find() -> tuple[int, Fit]:
         state = later()
-        sizes = footprints(task.cores, task.probed, state, memory=memory, first=task.state)
+        sizes = footprints(task.cores, task.probed, state, memory, first=task.state)
         return fit_fastest(task.cores, sizes, task.probed, state, memory)
 
     key = repr(memory), len(source)

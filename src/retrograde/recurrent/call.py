@@ -29,7 +29,7 @@ from retrograde.run.core import Core
 from retrograde.run.layout import Rows
 from retrograde.run.transforms import is_unreal
 from retrograde.schedule import Schedule
-from retrograde.sizes.ordinary import LONGEST_MEASURED
+from retrograde.sizes.ordinary import FEW_STEPS, LONGEST_MEASURED
 
 if TYPE_CHECKING:
     from retrograde.recurrent.base import BudgetedRNN
@@ -96,8 +96,11 @@ class Call:
         self.resets: Anew | None = None
         self.length = len(x) if sizes is None else len(sizes)
         # Lengths are rounded down to a power of two, 256 at most, so that few of them are measured.
-        self.measured_length = 1 << min(self.length, LONGEST_MEASURED).bit_length() - 1
+        most = min(self.length, LONGEST_MEASURED)
+        self.measured_length = most if most <= FEW_STEPS else 1 << most.bit_length() - 1
         self.batch = state[0].shape[1]
+        #: Whether the sequences of a packed batch have several lengths.
+        self.is_ragged = sizes is not None and len(x) < self.length * self.batch
         self.bidirectional = bool(module.bidirectional)
         # Each of several layers of two directions is a recurrence of its own.
         self.is_stack = self.bidirectional and module.num_layers > 1
@@ -210,7 +213,8 @@ class Call:
         return (
             repr(resets),
             (module.backward, self.has_dropout and module.dropout, x.shape[1:]),
-            (self.sizes is None, self.given, self.sorts, sums_at_once(self.length, self.batch)),
+            (self.sizes is None, self.is_ragged, self.given, self.sorts),
+            sums_at_once(self.length, self.batch),
             *(tuple(s.shape) for s in self.state),
             *((t.is_contiguous(), t.stride(-1), 0 in t.stride()) for t in (x, *self.state)),
             *((t.dtype, t.requires_grad) for t in (x, *self.state)),

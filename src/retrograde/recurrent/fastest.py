@@ -94,16 +94,15 @@ def candidates(net: Layers, batch: int) -> list[Candidate]:
 
 
 def footprints(
-    several: Sequence[Candidate], inputs: Inputs, state: Tensors,
-    ordinary: Curve | Highest | None = None, memory: Memory | None = None,
-    first: Tensors | None = None,
+    several: Sequence[Candidate], inputs: Inputs, state: Tensors, memory: Memory | None,
+    first: Tensors | None,
 ) -> list[Footprint]:  # fmt: skip
     """Measure each candidate as :func:`footprint` does, which explains ``first``.
 
-    ``ordinary`` gives the bytes of ordinary backpropagation. If it is None, they are measured on
-    the first candidate.
+    The bytes of ordinary backpropagation are measured on the first candidate.
     """
     found: list[Footprint] = []
+    ordinary: Curve | Highest | None = None
     for core, costs in several:
         sizes = footprint(core, inputs, state, ordinary=ordinary, memory=memory, first=first)
         ordinary = sizes.ordinary

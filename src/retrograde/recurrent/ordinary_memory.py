@@ -1,7 +1,6 @@
 """The memory of ordinary backpropagation through a recurrent module, measured on torch's own."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,11 +33,8 @@ class Ordinary:
 
     def is_certain(self, steps: int) -> bool:
         """Return whether the bytes of so many steps were measured, or follow from even growth."""
-        measured = [self.full] if self.single is None else [self.full, self.single]
-        return all(
-            even_from(each) is not None or each.curves[0].points[-1][0] >= steps
-            for each in measured
-        )
+        measured = self.full.curves[0].points[-1][0] >= steps or even_from(self.full) is not None
+        return measured and self.single is None
 
     def __call__(self, steps: int, rows: int) -> int:
         """Return the bytes for so many steps; ``rows`` are those of a packed batch."""
@@ -49,54 +45,49 @@ class Ordinary:
 
 
 def measure_ordinary(call: Call, memory: Memory | None) -> Ordinary:
-    """Measure torch's own module on short sequences; a packed batch has sequences of one length.
-    Measurements of more than a few steps keep to the budget, too."""
+    """Measure torch's own module on short sequences; beyond a few steps, within the budget."""
     batch, packed, length = call.batch, call.sizes is not None, call.measured_length
-    with _apart(call.x):
-        full = ordinary_curve(_taker(call, batch), length, memory)
-        single = ordinary_curve(_taker(call, 1), length, memory) if packed else None
-        steps = full.curves[0].points[-1][0]
-        more = max(0, max(_taker(call, batch, expanded)(steps)) - full(steps))
+    full = ordinary_curve(_taker(call, batch), length, memory)
+    single = ordinary_curve(_taker(call, 1), length, memory) if packed else None
+    steps = full.curves[0].points[-1][0]
+    more = max(0, max(_taker(call, batch, expanded)(steps)) - full(steps))
     return Ordinary(batch, full, single, -(-more // steps))
 
 
 def measure_whole(call: Call) -> int:
-    """Measure torch's own module on all steps of a call that is not packed."""
-    with _apart(call.x):
-        return max(_taker(call, call.batch)(call.length))
-
-
-@contextmanager
-def _apart(x: Tensor) -> Iterator[None]:
-    """Record gradients, and leave the random state as it is."""
-    with torch.enable_grad(), torch.random.fork_rng([x.device] if x.is_cuda else []):
-        yield
+    """Measure torch's own module on all steps of a call, the copy of a gradient included. What is
+    extrapolated shows neither a phase that takes most only later, nor pages that are filled."""
+    return max(_taker(call, call.batch, expanded, whole=True)(call.length))
 
 
 def _taker(
-    call: Call, batch: int, like: Callable[[Tensor], Tensor] = torch.ones_like
-) -> Callable[[int], tuple[int, int]]:
+    call: Call, batch: int, like: Callable[[Tensor], Tensor] = torch.ones_like, *,
+    whole: bool = False,
+) -> Callable[[int], tuple[int, int]]:  # fmt: skip
     """Return what measures the first steps of a call, for its first ``batch`` sequences.
 
-    ``like`` makes the gradient of an output.
+    ``like`` makes the gradient of an output. A packed batch has sequences of one length, unless it
+    is measured as a ``whole``.
     """
     x, packed = call.x, call.sizes is not None
-    if packed:
-        zeros = x.new_zeros(call.measured_length, call.batch, x.shape[1])
-        x = zeros.requires_grad_(x.requires_grad)
+    if packed and not whole:
+        x = x.new_zeros(call.measured_length * batch, x.shape[1])
+    by_sample = not packed and x.transpose(0, 1).is_contiguous()
     state = [s[:, :batch] for s in call.state] if call.given else []
     shell = over_weights(call.module, stand_ins(call.weights))
 
     def measured(steps: int) -> tuple[int, int]:
-        given: Any = x[:steps, :batch].detach()
-        leaf = given.flatten(0, 1) if packed else given
-        leaf.requires_grad_(x.requires_grad)
+        given: Any = x[: steps * batch] if packed else x[:steps, :batch]
+        if by_sample:  # as the whole input lies
+            given = given.transpose(0, 1).contiguous().transpose(0, 1)
+        leaf = given.detach().requires_grad_(call.x.requires_grad)
+        given = leaf.transpose(0, 1) if shell.batch_first else leaf
         if packed:
             order = torch.arange(batch, device=x.device) if call.sorts else None
-            sizes = torch.full((steps,), batch, device="cpu")
+            sizes = call.sizes if whole else torch.full((steps,), batch, device="cpu")
             given = PackedSequence(leaf, sizes, order, order)
-        elif shell.batch_first:
-            given = leaf.transpose(0, 1)
+        if by_sample and leaf.requires_grad and not leaf.is_contiguous():  # autograd copies then
+            leaf.register_hook(lambda g: torch.empty_like(leaf).copy_(g))
         handed: list[Any] = []  # the tensors that the caller would be handed
 
         def forward() -> None:
@@ -113,6 +104,13 @@ def _taker(
             found = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
             handed.extend((seeds, found))
 
-        return measure_pass(forward, backward, handed.clear, x.device)
+        set_flags: Any = torch.backends.mkldnn.set_flags
+        # If lengths differ, torch does not run oneDNN's LSTM.
+        before, *_ = set_flags(False if call.is_ragged else None, _fp32_precision=None)
+        try:
+            with torch.enable_grad(), torch.random.fork_rng([x.device] if x.is_cuda else []):
+                return measure_pass(forward, backward, handed.clear, x.device)
+        finally:
+            set_flags(before, _fp32_precision=None)
 
     return measured

@@ -40,7 +40,7 @@ _SPAN: dict[bool, tuple[float, float]] = {True: (180.0, 3e-4), False: (230.0, 1.
 # addition by the number of units; and backward.
 _IN_PLACE, _FEW_UNITS, _BACK_IN_PLACE = 0.1, 32.0, 0.2
 _SWEEPS = 0.6  # forward passes that a GRU's separate sweeps cost more than one loop
-# oneDNN runs torch's LSTM in single precision, if it is not packed. Above so many weights it is as
+# oneDNN runs torch's LSTM in single precision, if lengths are equal. Above so many weights it is as
 # fast as ours. Below so many steps torch's own pass is faster, since our calls cost more. But above
 # so many states it asks the system for memory at every call.
 _ONEDNN_WEIGHTS, _FEW_STATES = 1.4e6, 2**19
@@ -81,8 +81,6 @@ class Planner:
         copied: bytes of weights that are copied into the vendor's layout.
         gradient_copy: bytes per step that torch's own pass takes in addition.
         torchs: whether torch's own module computes the same.
-        certain: whether the bytes of torch's own pass are known for these lengths. If they are
-            extrapolated from too few steps, they are not taken for the smallest budget.
     """
 
     layers: tuple[Layer, ...]
@@ -91,7 +89,6 @@ class Planner:
     copied: int = 0
     gradient_copy: int = 0
     torchs: bool = True
-    certain: bool = True
 
     def least_bytes(self, lengths: Sequences) -> int:
         """Return the smallest budget for held layers."""
@@ -105,6 +102,13 @@ class Planner:
         if not self._both:
             least = min(least, self._footprint(plan, lengths, 1).minimum_bytes())
         return least
+
+    def may_run_torchs(self, lengths: Sequences, memory: Memory | None, ordinary: int) -> bool:
+        """Return whether torch's own pass may be what runs, or what needs least memory."""
+        budget = ordinary if memory is None else as_bytes(memory, ordinary)
+        may = (budget >= ordinary and self._lags(lengths)) or ordinary < self.least_bytes(lengths)
+        vendors = self.layers[0].onward == "torch"
+        return self.torchs and may and not (vendors and asks_for_all(memory))
 
     def fit(
         self, lengths: Sequences, memory: Memory | None, ordinary: int
@@ -122,7 +126,7 @@ class Planner:
             # A caller that drops the final state is not handed it. Then torch holds that state,
             # zeros for its gradient, and the gradient of the initial state.
             usual += 3 * sum(layer.state for layer in self.layers)
-        minimum = min(least, usual) if self.torchs and self.certain else least
+        minimum = min(least, usual) if self.torchs else least
         if self.torchs and asks_for_all(memory):
             budget = max(budget, usual)  # all that torch's own pass takes
         if budget < minimum:
@@ -162,7 +166,7 @@ class Planner:
     def _lags(self, lengths: Sequences) -> bool:
         """Return whether torch's own pass is faster, if there is memory for it."""
         layer = self.layers[0]
-        by_onednn = layer.kind == "LSTM" and layer.item == 4 and lengths.offsets is None
+        by_onednn = layer.kind == "LSTM" and layer.item == 4 and len(lengths.runs) == 1
         wide = by_onednn and 4 * layer.size * (layer.size + layer.width) > _ONEDNN_WEIGHTS
         few = lengths.length < _FEW_STEPS["oneDNN" if by_onednn else layer.kind]
         return wide or layer.onward == "torch" or (few and lengths.rows * layer.size <= _FEW_STATES)

@@ -7,18 +7,16 @@ backpropagation, which a fraction refers to, and the forward pass of a GPU.
 
 All other calls run torch's kernels in ranges by a schedule. Among them are projections, autocast,
 and on a GPU float64 and packed batches. The bytes of their ranges are measured once for the shapes
-and the budget, and cached. All sequences of 256 steps and more share these measurements. Shorter
-ones share them if their lengths round down to the same power of two. Layers in two directions are
-then refused below what torch's own module takes.
+and the budget, and cached. Calls of like length share them (``Call.measured_length``). Layers in
+two directions are then refused below what torch's own module takes.
 
-Measurements use leaves that share the weights' memory, so that the graph of computed weights
-stays intact for the gradient.
+Measurements use leaves that share the weights' memory; the graph of computed weights stays intact.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 
@@ -27,7 +25,7 @@ from retrograde.kernels.cells import Weights
 from retrograde.plan.fit import Curve, Fit, Footprint, refusal
 from retrograde.recurrent.bytes import Layer, Means, stacked, sums_at_once
 from retrograde.recurrent.call import Call, Plan, StackFit
-from retrograde.recurrent.fastest import candidate, fit_measured, footprints
+from retrograde.recurrent.fastest import candidate, fit_measured
 from retrograde.recurrent.forward import forward_bytes, forward_curve
 from retrograde.recurrent.fused import Fused, has_slopes, held_plan, run_held
 from retrograde.recurrent.ordinary_memory import Ordinary, measure_ordinary, measure_whole
@@ -37,9 +35,8 @@ from retrograde.recurrent.vendor import Kernel, copied_bytes, is_too_long, laid_
 from retrograde.recurrent.weights import stand_ins
 from retrograde.replay.trees import Tensors
 from retrograde.run.layout import Inputs, Rows
+from retrograde.sizes.footprint import footprint
 from retrograde.units import Memory, as_bytes, asks_for_all
-
-T = TypeVar("T")
 
 _TURNING = 60 * 60  # the numbers that torch buffers while it copies a transposed matrix
 
@@ -61,11 +58,6 @@ def find_plan(call: Call, memory: Memory) -> Plan:
     return cast(Plan, call.module._fits.get(key, find))
 
 
-def ordinary_bytes(call: Call, memory: Memory | None) -> int:
-    """Return the bytes of ordinary backpropagation, measured within a budget."""
-    return _ordinary(call, memory)(call.length, len(call.x))
-
-
 def fit_held(call: Call, memory: Memory | None) -> Plan:
     """Return the plan of held layers within a budget.
 
@@ -74,16 +66,14 @@ def fit_held(call: Call, memory: Memory | None) -> Plan:
         CellError: the bytes of the call cannot be measured.
     """
     call.check_measurable()
-    offsets = None if call.sizes is None else [0, *call.sizes.cumsum(0).tolist()]
-    lengths = Sequences(call.length, call.batch, offsets)
+    rows = Rows(call.length, call.sizes)
+    lengths = Sequences(call.length, call.batch, None if call.sizes is None else rows.offsets)
     ordinary = _ordinary(call, memory)
     usual = ordinary(call.length, len(call.x))
     planner = _held_planner(call, ordinary, memory)
+    if call.length <= len(call.x) and planner.may_run_torchs(lengths, memory, usual):
+        usual = max(usual, measure_whole(call) - ordinary.gradient_copy * call.length)
     held, found = planner.fit(lengths, memory, usual)
-    if held is None and planner.layers[0].onward == "torch" and not asks_for_all(memory):
-        # What is extrapolated would not show another phase that takes most at this length.
-        usual = max(usual, measure_whole(call))
-        held, found = planner.fit(lengths, memory, usual)
     while held is not None and held.onward == "torch":  # between measured lengths bytes are guessed
         steps = min(call.length, max(1, held.block // call.batch))
         if steps in dict(cast(Curve, planner.layers[0].vendor).points):
@@ -134,11 +124,10 @@ def _held_planner(call: Call, ordinary: Ordinary, memory: Memory | None) -> Plan
         copied=copied,
         gradient_copy=ordinary.gradient_copy,
         torchs=not (call.has_dropout or call.resets or is_too_long(x, call.length)),
-        certain=by == "loops" or ordinary.is_certain(call.length),
     )
 
 
-def _of_layers(call: Call, find: Callable[[Weights, Tensors], T]) -> list[T]:
+def _of_layers(call: Call, find: Callable[[Weights, Tensors], Any]) -> list[Any]:
     """Return what is found of each layer, given its weights and a state."""
     found = []
     for net in call.nets(call.weights):
@@ -204,9 +193,9 @@ def measure_ranges(call: Call, memory: Memory | None) -> Ranges:
     start = [s.detach() for s in state]
 
     def find() -> list[Footprint]:
-        (size,) = footprints([one], read, start, usual, memory)
-        scheduled = size.scheduled or call.has_dropout
-        return [replace(size, scheduled=scheduled, extra_bytes=size.extra_bytes + extra)]
+        size = footprint(one.core, read, start, ordinary=usual, memory=memory)
+        size = replace(size, scheduled=call.has_dropout, extra_bytes=size.extra_bytes + extra)
+        return [replace(size, **one.costs)]
 
     alike = "ranges", *(w.requires_grad for w in net.weights)
     known = _known(call, memory, alike, find)
@@ -217,9 +206,15 @@ def measure_ranges(call: Call, memory: Memory | None) -> Ranges:
 def _fit_ranges(call: Call, memory: Memory) -> Plan:
     """Return the fastest schedule of ranges within a budget."""
     found = measure_ranges(call, memory)
-    fit, size = fit_measured(found.core, found.inputs, found.state, memory, found.size)
+    size, ordinary, length = found.size, found.ordinary, call.length
+    whole, least = size.whole_bytes(length), size.minimum_bytes()
+    budget = max(as_bytes(memory, size.ordinary_bytes(length)), whole * asks_for_all(memory))
+    if not size.scheduled and whole <= max(budget, least) and not ordinary.is_certain(length):
+        usual = measure_whole(call) - ordinary.gradient_copy * length
+        size = replace(size, ordinary=Curve(((length, usual),)))
+    fit, size = fit_measured(found.core, found.inputs, found.state, memory, size)
     found.known[:] = [size]  # with the lengths that were measured now
-    least = min(found.size.least_bytes(call.length), fit.minimum_bytes)
+    least = min(size.least_bytes(length), fit.minimum_bytes)
     parts = () if fit.ordinary else ((found.core.kernel, fit.schedule),)
     return Plan(parts, replace(fit, minimum_bytes=least))
 
@@ -233,13 +228,14 @@ def _fit_whole(call: Call, memory: Memory) -> Plan:
     known = _ordinary(call, memory)
     ordinary = known(call.length, len(call.x))
     usual = ordinary + known.gradient_copy * call.length + _extra_bytes(call)
+    if not known.is_certain(call.length):
+        usual = max(usual, measure_whole(call))
     budget = max(as_bytes(memory, ordinary), usual if asks_for_all(memory) else 0)
     if budget < usual:
-        refused = refusal(call.length, memory, budget, usual, ordinary)
         raise BudgetError(
-            f"{refused}; or use one direction: with projections, autocast or half precision, and "
-            "on a GPU with float64 or packed batches, layers in two directions are run by torch's "
-            "own module only",
+            f"{refusal(call.length, memory, budget, usual, ordinary)}; or use one direction: with "
+            "projections, autocast or half precision, and on a GPU with float64 or packed batches, "
+            "layers in two directions are run by torch's own module only",
             usual,
         )
     told = {"budget_bytes": budget, "ordinary_bytes": ordinary, "minimum_bytes": usual}
@@ -257,9 +253,8 @@ def _plan(call: Call, held: HeldPlan | None, fit: Fit) -> Plan:
 
 
 def _extra_bytes(call: Call) -> int:
-    """Return the additional bytes of a packed batch: states of sequences that have ended, their
-    gradients, and sorted copies. Return also those of resets: the states, in two forms, their
-    gradients, and where samples begin anew."""
+    """Return what a packed batch adds: states of ended sequences, their gradients, sorted copies;
+    and what resets add: states in two forms, their gradients, and where samples begin anew."""
     state = sum(s.nbytes for s in call.state)
     extra = 0 if call.sizes is None else (6 if call.sorts else 3) * state
     if call.resets is not None:
@@ -269,10 +264,11 @@ def _extra_bytes(call: Call) -> int:
 
 def _ordinary(call: Call, memory: Memory | None) -> Ordinary:
     """Return the bytes of ordinary backpropagation, by length."""
-    return _known(call, memory, "ordinary", partial(measure_ordinary, call, memory))
+    find = partial(measure_ordinary, call, memory)
+    return cast(Ordinary, _known(call, memory, "ordinary", find))
 
 
-def _known(call: Call, memory: Memory | None, what: Any, find: Callable[[], T]) -> T:
+def _known(call: Call, memory: Memory | None, what: Any, find: Callable[[], Any]) -> Any:
     """Return the cached result for these shapes and this budget, or find it."""
     key = what, repr(memory), call.measured_length, call.shapes()
-    return cast(T, call.module._fits.get(key, find))
+    return call.module._fits.get(key, find)

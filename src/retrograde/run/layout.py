@@ -7,6 +7,7 @@ the inputs, and writes the call's outputs and input gradients to their positions
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -177,13 +178,12 @@ class Rows(ByRows):
     def offsets(self) -> list[int]:
         """The first row of every step of a packed batch, and the number of rows."""
         assert self.sizes is not None
-        return [0, *self.sizes.cumsum(0).tolist()]
+        return list(itertools.accumulate(self.sizes.tolist(), initial=0))
 
     def rows(self, index: Index) -> slice:
         assert isinstance(index, slice)
-        if self.sizes is None:
-            return index
-        return slice(self.offsets[index.start], self.offsets[index.stop])
+        bounds = index.start, index.stop
+        return index if self.sizes is None else slice(*(self.offsets[n] for n in bounds))
 
     def wanted(self, tensors: Tensors) -> Sequence[bool]:
         others = self.numbered + (self.sizes is not None)

@@ -1,0 +1,125 @@
+"""The bytes that are told of torch's own pass, beside what it takes."""
+
+import pytest
+import torch
+from torch.nn.utils.rnn import pack_padded_sequence
+
+import retrograde as rg
+from retrograde.recurrent import plan
+
+FEW_STEPS = plan._FEW_STEPS  # a fixture replaces it
+
+
+def packed(batch, width, lengths, *, in_order=True, **options):
+    x = torch.randn(max(lengths), batch, width, **options)
+    return pack_padded_sequence(x, lengths, enforce_sorted=in_order)
+
+
+def working_bytes(net, x, seeds):
+    def call():
+        outputs, final = net(x)
+        first = outputs.data if isinstance(x, torch.nn.utils.rnn.PackedSequence) else outputs
+        ends = final if isinstance(final, tuple) else (final,)
+        torch.autograd.backward([first, *ends][: len(seeds)], seeds)
+        return outputs, final
+
+    for _ in range(2):
+        measured = rg.measure(call).working_bytes
+        for t in [x.data if hasattr(x, "batch_sizes") else x, *net.parameters()]:
+            t.grad = None
+    return measured
+
+
+def seeds_of(net, x, final, summed):
+    outputs, after = net(x)
+    ends = after if isinstance(after, tuple) else (after,)
+    roots = [outputs.data if hasattr(outputs, "batch_sizes") else outputs, *(ends if final else ())]
+    make = (lambda t: torch.ones((), dtype=t.dtype).expand(t.shape)) if summed else torch.ones_like
+    return [make(t) for t in roots]
+
+
+@pytest.mark.parametrize("summed", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "sizes", "shape", "options"),
+    [
+        # oneDNN fills pages, unevenly by length.
+        ("LSTM", (7, 3), (5, 12), {"bidirectional": True}),
+        ("LSTM", (40, 64), (33, 20), {"bidirectional": True, "batch_first": True}),
+        ("LSTM", (64, 16), (127, 4), {"num_layers": 2}),
+        # A gradient is copied into the layout of its leaf.
+        ("RNN", (115, 3), (16, 12), {"batch_first": True}),
+        ("RNN", (115, 3), (12, 16), {"turned": True}),
+        ("LSTM", (256, 33), (16, 12), {"num_layers": 2, "turned": True}),
+        ("GRU", (115, 8), (12, 9), {"batch_first": True, "dtype": torch.float64}),
+        ("RNN", (7, 3), (12, 1), {"bidirectional": True, "turned": True, "bias": False}),
+        ("LSTM", (115, 33), (30, 2), {"proj_size": 16}),
+    ],
+    ids=str,
+)
+def test_what_torchs_own_pass_takes_is_told(kind, sizes, shape, options, summed, monkeypatch):
+    monkeypatch.setattr(plan, "_FEW_STEPS", FEW_STEPS)
+    options = dict(options)
+    turned = options.pop("turned", False)
+    net = getattr(rg, kind)(*sizes, memory="100%", **options)
+    x = torch.randn(*shape, sizes[0], dtype=options.get("dtype"))
+    x = (x.transpose(0, 1) if turned else x).requires_grad_()
+    fit = net.fit(x)
+    assert fit.ordinary
+    took = working_bytes(net, x, seeds_of(net, x, final=summed, summed=summed))
+    assert 0.85 * fit.budget_bytes < took <= fit.budget_bytes
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "lengths"),
+    [
+        ("GRU", {}, [8, 8, 7, 2, 1]),
+        ("RNN", {"bidirectional": True}, [12, 9, 9]),
+        ("GRU", {"bias": False}, [5, 5, 4, 1]),
+        ("LSTM", {"proj_size": 4}, [140, 130]),  # another phase takes most after 17 steps
+        ("LSTM", {"proj_size": 4, "bidirectional": True}, [140]),
+    ],
+    ids=str,
+)
+def test_what_torchs_own_pass_of_a_packed_batch_takes_is_told(kind, options, lengths, monkeypatch):
+    monkeypatch.setattr(plan, "_FEW_STEPS", FEW_STEPS)
+    net = getattr(rg, kind)(40, 9, memory="100%", **options)
+    x = packed(len(lengths), 40, lengths)
+    fit = net.fit(x)
+    assert fit.ordinary
+    took = working_bytes(net, x, seeds_of(net, x, final=False, summed=False))
+    assert took <= fit.budget_bytes < 1.2 * took + 1000
+
+
+@pytest.mark.parametrize("lengths", [[64] * 4, [64, 63, 63, 60], [64, 30, 10, 5], [64]], ids=str)
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_a_share_of_a_packed_batch_is_one_of_what_torch_takes(kind, lengths):
+    """With sequences of one length torch runs oneDNN's LSTM, which takes three times as much."""
+    x = packed(len(lengths), 20, lengths)
+    theirs, ours = getattr(torch.nn, kind)(20, 32), getattr(rg, kind)(20, 32, memory="50%")
+    took = working_bytes(theirs, x, seeds_of(theirs, x, final=False, summed=False))
+    assert ours.fit(x).ordinary_bytes == pytest.approx(took, rel=0.03)
+
+
+def test_a_packed_batch_of_many_steps_and_few_units_keeps_its_least_budget():
+    """Numbers of samples, 8 bytes a step, would be most of it."""
+    x = packed(2, 7, [300, 120])
+    net = rg.RNN(7, 3, memory=1)
+    with pytest.raises(rg.BudgetError) as caught:
+        net.fit(x)
+    net.memory = caught.value.minimum_bytes
+    seeds = seeds_of(net, x, final=False, summed=True)
+    assert working_bytes(net, x, seeds) <= net.memory
+
+
+@pytest.mark.parametrize("shape", [(2, 5), (5, 12), (9, 3)], ids=str)
+def test_the_least_budget_of_few_steps_is_enough(shape, monkeypatch):
+    """It may be that of torch's own pass."""
+    monkeypatch.setattr(plan, "_FEW_STEPS", FEW_STEPS)
+    for kind in ("LSTM", "GRU", "RNN"):
+        net = getattr(rg, kind)(7, 64, 2, memory=1, proj_size=16 * (kind == "LSTM"))
+        x = torch.randn(*shape, 7, requires_grad=True)
+        with pytest.raises(rg.BudgetError) as caught:
+            net.fit(x)
+        net.memory = caught.value.minimum_bytes
+        seeds = seeds_of(net, x, final=True, summed=False)
+        assert working_bytes(net, x, seeds) <= net.memory
