@@ -47,8 +47,9 @@ class Ordinary:
 def measure_ordinary(call: Call, memory: Memory | None) -> Ordinary:
     """Measure torch's own module on short sequences; beyond a few steps, within the budget."""
     batch, packed, length = call.batch, call.sizes is not None, call.measured_length
-    full = ordinary_curve(_taker(call, batch), length, memory)
-    single = ordinary_curve(_taker(call, 1), length, memory) if packed else None
+    # Pieces of a packed batch's gradient, one for each step, take most only after many steps.
+    full = ordinary_curve(_taker(call, batch), length, memory, bends=packed)
+    single = ordinary_curve(_taker(call, 1), length, memory, bends=True) if packed else None
     steps = full.curves[0].points[-1][0]
     more = max(0, max(_taker(call, batch, expanded)(steps)) - full(steps))
     return Ordinary(batch, full, single, -(-more // steps))
@@ -104,8 +105,7 @@ def _taker(
             found = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
             handed.extend((seeds, found))
 
-        set_flags: Any = torch.backends.mkldnn.set_flags
-        # If lengths differ, torch does not run oneDNN's LSTM.
+        set_flags: Any = torch.backends.mkldnn.set_flags  # if lengths differ, oneDNN does not run
         before, *_ = set_flags(False if call.is_ragged else None, _fp32_precision=None)
         try:
             with torch.enable_grad(), torch.random.fork_rng([x.device] if x.is_cuda else []):

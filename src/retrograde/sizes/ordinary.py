@@ -35,14 +35,13 @@ LONGEST_MEASURED = 256
 
 
 def ordinary_curve(
-    measured: Callable[[int], tuple[int, ...]], length: int, memory: Memory | None = None
-) -> Highest:
-    """Measure at doubling lengths, until bytes grow evenly or would exceed the budget ``memory``.
-
-    ``measured`` returns the bytes at each phase's peak. Each phase has a curve of its own, because
-    their slopes differ. The budget limits only measurements that exceed both :data:`FEW_STEPS`
-    steps and :data:`FEW_BYTES` bytes.
-    """
+    measured: Callable[[int], tuple[int, ...]], length: int, memory: Memory | None = None, *,
+    bends: bool = False,
+) -> Highest:  # fmt: skip
+    """Measure at doubling lengths, until bytes would exceed the budget ``memory`` or grow evenly. A
+    curve that ``bends`` later is measured further. ``measured`` returns the bytes at the peak of
+    each phase, which has a curve of its own. The budget limits only measurements that exceed both
+    :data:`FEW_STEPS` steps and :data:`FEW_BYTES` bytes."""
     points = {steps: measured(steps) for steps in sorted({1, min(2, length)})}
     while (last := max(points)) < min(length, LONGEST_MEASURED):
         steps, known = min(2 * last, length), Highest.of(points)
@@ -51,7 +50,7 @@ def ordinary_curve(
             if known(length) > budget and _BESIDE * known(steps) > max(budget, FEW_BYTES):
                 break
         points[steps] = measured(steps)
-        if even_from(Highest.of(points)) is not None:
+        if not bends and even_from(Highest.of(points)) is not None:
             break
     return Highest.of(points)
 
