@@ -15,7 +15,7 @@ def packed(batch, width, lengths, *, in_order=True, **options):
     return pack_padded_sequence(x, lengths, enforce_sorted=in_order)
 
 
-def working_bytes(net, x, seeds):
+def working_bytes(net, x, seeds, parameters=None):
     def call():
         outputs, final = net(x)
         first = outputs.data if isinstance(x, torch.nn.utils.rnn.PackedSequence) else outputs
@@ -25,7 +25,8 @@ def working_bytes(net, x, seeds):
 
     for _ in range(2):
         measured = rg.measure(call).working_bytes
-        for t in [x.data if hasattr(x, "batch_sizes") else x, *net.parameters()]:
+        leaf = x.data if hasattr(x, "batch_sizes") else x
+        for t in [leaf, *(parameters or net.parameters())]:
             t.grad = None
     return measured
 
@@ -123,3 +124,55 @@ def test_the_least_budget_of_few_steps_is_enough(shape, monkeypatch):
         net.memory = caught.value.minimum_bytes
         seeds = seeds_of(net, x, final=True, summed=False)
         assert working_bytes(net, x, seeds) <= net.memory
+
+
+@pytest.mark.parametrize("memory", ["60%", "20%", 1], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "sizes", "frozen"),
+    [
+        ("LSTM", (5, 64), ["weight_hh_l0"]),  # one loop goes back
+        ("GRU", (5, 130), ["weight_ih_l0", "weight_hh_l0", "bias_hh_l0"]),
+        ("LSTM", (24, 300), ["weight_hh_l1", "weight_ih_l0"]),  # in place, or by products
+        ("RNN", (24, 64), "all"),
+    ],
+    ids=str,
+)
+def test_frozen_weights_have_sums_that_count(kind, sizes, frozen, memory):
+    net = getattr(rg, kind)(*sizes, 2, memory=memory)
+    for name, p in net.named_parameters():
+        p.requires_grad_(frozen != "all" and name not in frozen)
+    x = torch.randn(40, 5, sizes[0], requires_grad=True)
+    try:
+        net.fit(x)
+    except rg.BudgetError as refused:
+        net.memory = refused.minimum_bytes
+    took = working_bytes(net, x, seeds_of(net, x, final=False, summed=False))
+    assert took <= net.fit(x).budget_bytes
+
+
+@pytest.mark.parametrize("memory", ["100%", "40%", 1], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "sizes", "shape", "options"),
+    [
+        ("RNN", (24, 1), (257, 2), {}),  # another phase takes most after 16 steps
+        ("GRU", (24, 130), (2, 1), {"num_layers": 3}),  # casts of weights are most of it
+        ("LSTM", (24, 8), (130, 2), {"bidirectional": True}),
+    ],
+    ids=str,
+)
+def test_autocast_keeps_the_budget(kind, sizes, shape, options, memory):
+    net = getattr(rg, kind)(*sizes, memory=memory, **options)
+    x = torch.randn(*shape, sizes[0], requires_grad=True)
+
+    def forward(x):
+        with torch.autocast("cpu"):
+            return net(x)
+
+    with torch.autocast("cpu"):
+        try:
+            net.fit(x)
+        except rg.BudgetError as refused:
+            net.memory = refused.minimum_bytes
+        budget = net.fit(x).budget_bytes
+    seeds = seeds_of(forward, x, final=False, summed=False)
+    assert working_bytes(forward, x, seeds, [*net.parameters()]) <= budget

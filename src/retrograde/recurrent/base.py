@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
-from retrograde.errors import CellError, InputError, RetrogradeError
+from retrograde.errors import CellError, InputError
 from retrograde.plan.fit import Fit
 from retrograde.recurrent.call import Call, StackFit
 from retrograde.recurrent.fused import has_slopes
@@ -203,13 +203,6 @@ class BudgetedRNN(nn.RNNBase):
         asked = {"memory": self.memory, "backward": self.backward}
         more = [f"{name}={value!r}" for name, value in asked.items() if value is not None]
         return ", ".join([super().extra_repr(), *more])
-
-    def __prepare_scriptable__(self) -> nn.Module:
-        """Refuse ``torch.jit.script``, which would not see that options change the gradient."""
-        raise RetrogradeError(
-            f"torch.jit.script cannot compile an {type(self).__name__} of this library: expected "
-            "torch's own module; script that, with this one's state_dict()"
-        )
 
     def _check_asked(self, memory: Memory | None = None) -> None:
         """Raise if an option is unknown, or two options exclude each other.

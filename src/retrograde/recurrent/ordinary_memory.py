@@ -24,17 +24,18 @@ class Ordinary:
         full: bytes by steps, if all sequences have all steps.
         single: for a packed batch, bytes by steps if only one sequence has them.
         gradient_copy: further bytes a step, where a kernel must copy the outputs' gradient.
+        even: whether bytes may be told of more steps than were measured.
     """
 
     batch: int
     full: Highest
     single: Highest | None = None
     gradient_copy: int = 0
+    even: bool = False
 
     def is_certain(self, steps: int) -> bool:
-        """Return whether the bytes of so many steps were measured, or follow from even growth."""
-        measured = self.full.curves[0].points[-1][0] >= steps or even_from(self.full) is not None
-        return measured and self.single is None
+        """Return whether the bytes of so many steps are known."""
+        return self.single is None and (self.even or steps in dict(self.full.curves[0].points))
 
     def __call__(self, steps: int, rows: int) -> int:
         """Return the bytes for so many steps; ``rows`` are those of a packed batch."""
@@ -47,12 +48,13 @@ class Ordinary:
 def measure_ordinary(call: Call, memory: Memory | None) -> Ordinary:
     """Measure torch's own module on short sequences; beyond a few steps, within the budget."""
     batch, packed, length = call.batch, call.sizes is not None, call.measured_length
-    # Pieces of a packed batch's gradient, one for each step, take most only after many steps.
-    full = ordinary_curve(_taker(call, batch), length, memory, bends=packed)
-    single = ordinary_curve(_taker(call, 1), length, memory, bends=True) if packed else None
+    bends = packed or not call.runs_held  # gradients in pieces take most only after many steps
+    full = ordinary_curve(_taker(call, batch), length, memory, bends=bends)
+    single = ordinary_curve(_taker(call, 1), length, memory, bends=bends) if packed else None
     steps = full.curves[0].points[-1][0]
     more = max(0, max(_taker(call, batch, expanded)(steps)) - full(steps))
-    return Ordinary(batch, full, single, -(-more // steps))
+    even = call.x.is_cuda and even_from(full) is not None
+    return Ordinary(batch, full, single, -(-more // steps), even)
 
 
 def measure_whole(call: Call) -> int:
@@ -87,7 +89,7 @@ def _taker(
             order = torch.arange(batch, device=x.device) if call.sorts else None
             sizes = call.sizes if whole else torch.full((steps,), batch, device="cpu")
             given = PackedSequence(leaf, sizes, order, order)
-        if by_sample and leaf.requires_grad and not leaf.is_contiguous():  # autograd copies then
+        if leaf.requires_grad and not leaf.is_contiguous():  # autograd copies the gradient
             leaf.register_hook(lambda g: torch.empty_like(leaf).copy_(g))
         handed: list[Any] = []  # the tensors that the caller would be handed
 
@@ -104,9 +106,12 @@ def _taker(
             wanted = [t for t in (leaf, *kept, *shell._flat_weights) if t.requires_grad]
             found = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
             handed.extend((seeds, found))
+            torch.clear_autocast_cache()  # of the weights' casts, which count
 
-        set_flags: Any = torch.backends.mkldnn.set_flags  # if lengths differ, oneDNN does not run
-        before, *_ = set_flags(False if call.is_ragged else None, _fp32_precision=None)
+        torch.clear_autocast_cache()
+        set_flags: Any = torch.backends.mkldnn.set_flags
+        ragged = call.is_ragged and call.runs_held  # no LSTM of oneDNN's runs then
+        before, *_ = set_flags(False if ragged else None, _fp32_precision=None)
         try:
             with torch.enable_grad(), torch.random.fork_rng([x.device] if x.is_cuda else []):
                 return measure_pass(forward, backward, handed.clear, x.device)

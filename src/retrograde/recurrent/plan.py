@@ -78,7 +78,7 @@ class Planner:
         layers: in one direction they are one recurrence; in two, each is a recurrence of its own.
         most: the rows of a span that the cache allows.
         extra: bytes that may be added at any moment.
-        copied: bytes of weights that are copied into the vendor's layout.
+        copied: bytes of weights' copies in the vendor's layout, and of sums for frozen weights.
         gradient_copy: bytes per step that torch's own pass takes in addition.
         torchs: whether torch's own module computes the same.
     """

@@ -96,6 +96,7 @@ def _held_planner(call: Call, ordinary: Ordinary, memory: Memory | None) -> Plan
     else:  # what runs in place reads whole rows
         turned = [w for net in nets for w in net.weights if not w.is_contiguous()]
         copied = sum(w.nbytes for w in turned) + (_TURNING * x.itemsize if turned else 0)
+    frozen = (sum(w.numel() for w in net.weights if not w.requires_grad) for net in nets)
     lowest = Layer(
         kind=first.mode,
         batch=call.batch,
@@ -121,7 +122,7 @@ def _held_planner(call: Call, ordinary: Ordinary, memory: Memory | None) -> Plan
         layers=layers,
         most=held_plan(first, call.length, call.batch).block,
         extra=_extra_bytes(call),
-        copied=copied,
+        copied=copied + max(4, x.itemsize) * max(frozen),
         gradient_copy=ordinary.gradient_copy,
         torchs=not (call.has_dropout or call.resets or is_too_long(x, call.length)),
     )
