@@ -189,6 +189,27 @@ def test_the_peak_is_within_the_budget(ranges, kind, threads):
     assert ranges
 
 
+@pytest.mark.parametrize("memory", ["100%", "30%", 1], ids=str)
+@pytest.mark.parametrize(("length", "batch"), [(1, 19), (7, 12), (130, 3)], ids=str)
+def test_a_state_of_zeros_that_nobody_gave_counts(length, batch, memory):
+    cell, x = Peephole(5, 33), torch.randn(length, batch, 5)
+    net, seed = rg.Recurrent(cell, memory=memory), torch.ones(length, batch, 33)
+    try:
+        net.fit(x)
+    except rg.BudgetError as refused:
+        net.memory = refused.minimum_bytes
+    budget = net.fit(x).budget_bytes
+
+    def train():
+        y, last = net(x)
+        y.backward(seed)
+        return y, last
+
+    train()
+    cell.zero_grad()
+    assert rg.measure(train).working_bytes <= budget
+
+
 def test_the_least_budget_works_and_one_byte_less_is_refused():
     torch.manual_seed(0)
     cell = MGU(5, 19, dtype=DOUBLE)

@@ -165,13 +165,12 @@ class GatedCell(nn.Module):
         return f"{self.input_size}, {self.hidden_size}"
 
 
-def runs_by_loops(cell: Any, x: Sequence[Tensor], state: Tensors) -> bool:
-    """Return whether compiled loops can run a cell: a :class:`GatedCell` without hooks, on inputs
-    (T, B, I), with all tensors in one precision."""
-    if not isinstance(cell, GatedCell) or type(cell).forward is not GatedCell.forward:
-        return False
+def runs_by_loops(cell: GatedCell, x: Sequence[Tensor], state: Tensors) -> bool:
+    """Return whether compiled loops can run a cell: one without hooks, on inputs (T, B, I), with
+    all tensors in one precision."""
     hooks = cell._forward_hooks, cell._forward_pre_hooks
-    if any((*hooks, cell._backward_hooks, cell._backward_pre_hooks)) or len(x) != 1:
+    own_forward = type(cell).forward is not GatedCell.forward
+    if own_forward or any((*hooks, cell._backward_hooks, cell._backward_pre_hooks)):
         return False
     own, size, samples = cell._weights(), cell.hidden_size, x[0].shape[1] if x[0].dim() == 3 else 0
     shapes = [(cell.gates * size, n) for n in (cell.input_size, size)]
@@ -369,12 +368,11 @@ class GatedCore(Core):
 
 
 def fit_gated(
-    cell: GatedCell, tensors: Tensors, state: Tensors, memory: Memory, usual: Curve | Highest
-) -> tuple[Fit, int]:
-    """Return the fastest plan of a cell within a budget, and the rows of a block.
-
-    ``usual`` has the bytes of ordinary backpropagation. Raises BudgetError.
-    """
+    cell: GatedCell, tensors: Tensors, state: Tensors, memory: Memory, usual: Curve | Highest,
+    extra: int,
+) -> tuple[Fit, int]:  # fmt: skip
+    """Return the fastest plan of a cell within a budget, and the rows of a block. ``usual`` has the
+    bytes of ordinary backpropagation, and ``extra`` is held besides. Raises BudgetError."""
     length, samples = tensors[0].shape[:2]
     budget = as_bytes(memory, usual(length))
     numbers = 2 * cell.gates + cell.split + 3 * cell.states
@@ -386,8 +384,9 @@ def fit_gated(
         core = GatedCore(cell, rows)
         read = core.held(tensors)
         sizes = footprint(core, read, state, ordinary=usual, memory=budget)
+        sizes = replace(sizes, extra_bytes=sizes.extra_bytes + extra, **costs)
         try:
-            found, _ = fit_measured(core, read, state, memory, replace(sizes, **costs))
+            found, _ = fit_measured(core, read, state, memory, sizes)
         except BudgetError:
             if best is None:
                 raise

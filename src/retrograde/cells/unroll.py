@@ -152,7 +152,6 @@ class CellCall:
 
     def run(self, cell: Cell, state: Any) -> tuple[Tensors, Structure, Any]:
         """Return the outputs of all steps, the structure of one step's, and the last state."""
-        state = self._begun(cell, state)
         states, state_spec = flatten_state(state)
         if self.schedule is not None:
             check_schedule(self.schedule, len(self.steps))
@@ -166,9 +165,10 @@ class CellCall:
         else:
             if self.asked:
                 refuse_transforms(given, self.asked)
-            found = self._fit_loops(cell, states, state_spec)
+            found = self._fit_loops(cell, state)
             if found is not None:
-                outputs, after = run_schedule(found[1], found[0].schedule, self.tensors, states)
+                fit, loops, states, state_spec = found
+                outputs, after = run_schedule(loops, fit.schedule, self.tensors, states)
                 spec = flatten(outputs[0], "output of the cell")[1]
                 return outputs, spec, state_spec.unflatten(after)
             core = self.examine(cell, states, state_spec)
@@ -178,11 +178,11 @@ class CellCall:
     def planned(self, cell: Cell, state: Any) -> tuple[Fit, Core, Inputs, Tensors]:
         """Return the plan for a cell and its initial state, and what it can be timed by: the core,
         its inputs and a state. Nothing is trained."""
-        states, spec = flatten_state(self._begun(cell, state))
+        states, spec = flatten_state(state)
         with torch.enable_grad():
-            found = self._fit_loops(cell, states, spec)
+            found = self._fit_loops(cell, state)
             if found is not None:
-                return *found, found[1].held(self.tensors), states
+                return *found[:2], found[1].held(self.tensors), found[2]
             core = self.examine(cell, states, spec)
             fit, later = self.fit(core, states)[0], later_state(core, self.read, states)
             return fit, core, self.read, later
@@ -213,40 +213,40 @@ class CellCall:
         parts = [(core.found, ambient.steady.places)]
         return _FITS.fit(parts, shapes, repr(memory), step, find)
 
-    def _begun(self, cell: Cell, state: Any) -> Any:
-        """Return the initial state; a gated cell's is known where none is given."""
-        if state is not None or not isinstance(cell, GatedCell) or len(self.tensors) != 1:
-            return state
-        return cell.zeros(self.steps[0][0])
-
     def _fit_loops(
-        self, cell: Cell, states: Tensors, spec: Structure
-    ) -> tuple[Fit, GatedCore] | None:
-        """Return the plan of compiled loops within a budget, and their core. Return None if there
-        is no budget, or none that loops can keep and single steps cannot."""
+        self, cell: Cell, state: Any
+    ) -> tuple[Fit, GatedCore, Tensors, Structure] | None:
+        """Return the plan of compiled loops within a budget, their core, and their first state. It
+        is None if there is no budget, or none that loops can keep and single steps cannot."""
         usual = self.memory is None or self.compile or not isinstance(self.layout, Straight)
-        if usual or not runs_by_loops(cell, self.tensors, states):
+        if usual or not isinstance(cell, GatedCell) or len(self.tensors) != 1:
             return None
-        gated, memory = cast(GatedCell, cell), cast(Memory, self.memory)
-        if not any(t.requires_grad for t in (*self.tensors, *states, *gated.parameters())):
+        memory, zeros = cast(Memory, self.memory), state is None
+        states, spec = flatten_state(cell.zeros(self.steps[0][0]) if zeros else state)
+        if not runs_by_loops(cell, self.tensors, states):
+            return None
+        if not any(t.requires_grad for t in (*self.tensors, *states, *cell.parameters())):
             return None
 
         def find() -> tuple[Fit, int] | None:
-            core = self.examine(cell, states, spec)
-            ordinary = footprint(core, self.steps, states, memory=memory).ordinary
+            given, given_spec = flatten_state(state)
+            core = self.examine(cell, given, given_spec)
+            later = later_state(core, self.read, given)
+            ordinary = footprint(core, self.read, later, memory=memory, first=given).ordinary
+            extra = sum(t.nbytes for t in states) if zeros else 0
             try:
-                return fit_gated(gated, self.tensors, states, memory, ordinary)
+                return fit_gated(cell, self.tensors, states, memory, ordinary, extra)
             except BudgetError as refused:  # loops copy weights; a few steps may take less
                 try:
-                    self.fit(core, states)
+                    self.fit(core, given)
                 except BudgetError as other:
                     raise min(refused, other, key=lambda one: one.minimum_bytes) from None
             return None
 
-        tensors = map(signature, (*self.tensors, *states, *gated.parameters()))
-        key = id(type(cell)), repr(memory), torch.get_num_threads(), *tensors
+        tensors = map(signature, (*self.tensors, *states, *cell.parameters()))
+        key = id(type(cell)), repr(memory), zeros, torch.get_num_threads(), *tensors
         found = _GATED.get(key, find, [type(cell)])
-        return None if found is None else (found[0], GatedCore(gated, found[1]))
+        return None if found is None else (found[0], GatedCore(cell, found[1]), states, spec)
 
     def _recorded(self, core: StepCore, states: Tensors) -> tuple[Tensors, Tensors]:
         """Run a cell so that it can be backpropagated as asked, if anything requires a gradient."""

@@ -209,9 +209,10 @@ def _fit_ranges(call: Call, memory: Memory) -> Plan:
     found = measure_ranges(call, memory)
     size, ordinary, length = found.size, found.ordinary, call.length
     whole, least = size.whole_bytes(length), size.minimum_bytes()
-    budget = max(as_bytes(memory, size.ordinary_bytes(length)), whole * asks_for_all(memory))
+    budget = whole if asks_for_all(memory) else as_bytes(memory, size.ordinary_bytes(length))
     if not size.scheduled and whole <= max(budget, least) and not ordinary.is_certain(length):
-        usual = measure_whole(call) - ordinary.gradient_copy * length
+        exact = measure_whole(call) - ordinary.gradient_copy * length
+        usual = max(exact, size.ordinary(length))
         size = replace(size, ordinary=Curve(((length, usual),)))
     fit, size = fit_measured(found.core, found.inputs, found.state, memory, size)
     found.known[:] = [size]  # with the lengths that were measured now
