@@ -834,3 +834,48 @@ def test_main_memory_is_read_on_a_gpu(memory):
         found.append([p.grad for p in module.parameters()])
     for ours, theirs in zip(*found, strict=True):
         assert (ours - theirs).norm() <= 1e-4 * theirs.norm()
+
+
+def working_bytes(run, *leaves):
+    run()  # what is fitted within a measurement is fitted again
+    for t in leaves:
+        t.grad = None
+    return rg.measure(run).working_bytes
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "length"),
+    [(nn.GRU, (24, 1), 17), (nn.RNN, (70, 3), 7), (nn.LSTM, (5, 3), 9)],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_trying_a_loss_keeps_the_least_budget(kind, sizes, length, dtype):
+    """Two steps are tried, of which the inputs may be most."""
+    net, x = kind(*sizes, dtype=dtype), torch.randn(length, 19, sizes[0], dtype=dtype)
+    state = torch.zeros(1, 19, sizes[1], dtype=dtype)
+    state = (state, state.clone()) if kind is nn.LSTM else state
+
+    def run(memory):
+        loss = {"loss": lambda steps, y: y.square().sum(), "length": length}
+        return rg.bptt(net, lambda t: x[t], state, memory=memory, **loss)
+
+    with pytest.raises(rg.BudgetError) as refused:
+        run(1)
+    least = refused.value.minimum_bytes
+    assert working_bytes(lambda: run(least), *net.parameters()) <= least
+
+
+def test_numbers_of_steps_count_in_long_ranges():
+    """At the end of a range's backward pass they, and the gradients of its inputs, are most."""
+    torch.manual_seed(0)
+    cell, x = nn.LSTMCell(5, 1), torch.randn(300, 2, 5, requires_grad=True)
+    state = torch.randn(2, 1), torch.randn(2, 1)
+
+    def step(x, state):
+        state = cell(x, state)
+        return state[0], state
+
+    def run():
+        return rg.bptt(step, x, state, loss=lambda t, y: y.square().sum(), memory=8004)
+
+    assert working_bytes(run, x, *cell.parameters()) <= 8004

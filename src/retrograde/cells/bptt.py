@@ -173,13 +173,9 @@ def _cell(
 
 
 def _module(
-    module: nn.RNNBase,
-    inputs: Any,
-    state: Any,
-    loss: Loss,
-    length: SupportsIndex | None,
+    module: nn.RNNBase, inputs: Any, state: Any, loss: Loss, length: SupportsIndex | None,
     wants_inputs: bool,
-) -> _Task:
+) -> _Task:  # fmt: skip
     """Prepare a recurrent module, where a range of steps is a call."""
     _check_module(module)
     module._update_flat_weights()  # type: ignore[no-untyped-call]  # as torch's forward does
@@ -192,7 +188,7 @@ def _module(
         list_spec = flatten(states, "state")[1]
         kernels = candidates(net, states[0].shape[1])
         lightest = cast(Fused, kernels[0].core)
-        if module.mode == "LSTM" and len(kernels) > 1:
+        if module.mode == "LSTM" and len(kernels) > 1 and weights[0].dtype == torch.float32:
             # A trial must fit the least budget, but oneDNN's LSTM copies its weights.
             lightest = Fused(net, partial(run_held, lightly=True))
         part = RangeLoss(lightest, loss, device)

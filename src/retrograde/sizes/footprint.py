@@ -190,9 +190,9 @@ def _evenly(core: Core, inputs: Inputs, points: dict[int, _Bytes]) -> dict[int, 
     """Return the points with one more length predicted, or None if steps are not seen to be equal.
 
     If every further step of a cell takes what the steps before it took, no longer range has to be
-    measured. The gradients of a range's inputs are held twice, and grow with its length. The peak
-    may hide that growth, while the bytes that the tape holds shrink. A number in the state may make
-    a later step different.
+    measured. The gradients of a range's inputs are held twice, beside these as they were read, and
+    grow with its length. The peak may hide that growth, while the bytes that the tape holds shrink.
+    A number in the state may make a later step different.
     """
     cell = isinstance(core, AutogradCore) and not core.fused and not core.numbers
     if not cell or max(points) < 8:
@@ -200,8 +200,9 @@ def _evenly(core: Core, inputs: Inputs, points: dict[int, _Bytes]) -> dict[int, 
     two, four, eight = ([*map(int, astuple(points[n]))] for n in (2, 4, 8))
     _, held, record, backward = ((b - a) / 2 for a, b in zip(two, four, strict=True))
     later = [(b - a) / 4 for a, b in zip(four, eight, strict=True)]
-    wanted = zip(inputs[0], inputs.differentiable, strict=True)
-    unseen = max(0, 2 * sum(_rounded(x) for x, is_wanted in wanted if is_wanted) - int(held))
+    wanted = [x for x, wants in zip(inputs[0], inputs.differentiable, strict=True) if wants]
+    read = measure(lambda: inputs[0:1], device=core.ambient.device).retained_bytes
+    unseen = max(0, read + 2 * sum(map(_rounded, wanted)) - int(held))
     if later[:3] != [0, held, record] or not backward <= later[3] <= unseen:
         return None
     last = points[8]
