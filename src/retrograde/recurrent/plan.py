@@ -103,24 +103,24 @@ class Planner:
             least = min(least, self._footprint(plan, lengths, 1).minimum_bytes())
         return least
 
-    def may_run_torchs(self, lengths: Sequences, memory: Memory | None, ordinary: int) -> bool:
-        """Return whether torch's own pass may be what runs, or what needs least memory."""
-        budget = ordinary if memory is None else as_bytes(memory, ordinary)
-        may = (budget >= ordinary and self._lags(lengths)) or ordinary < self.least_bytes(lengths)
-        vendors = self.layers[0].onward == "torch"
-        return self.torchs and may and not (vendors and asks_for_all(memory))
-
     def fit(
-        self, lengths: Sequences, memory: Memory | None, ordinary: int
-    ) -> tuple[HeldPlan | None, Fit]:
+        self, lengths: Sequences, memory: Memory | None, ordinary: int,
+        exact: Callable[[], int] | None = None,
+    ) -> tuple[HeldPlan | None, Fit]:  # fmt: skip
         """Return the fastest plan within a budget, and the fit of each recurrence.
 
         The fit's bytes are those of all recurrences together. The budget is ``ordinary`` bytes if
-        ``memory`` is None. The plan is None if torch's own module is to run. Raises BudgetError,
-        which states the minimum, if the memory is too small.
+        ``memory`` is None. The plan is None if torch's own module is to run. ``exact`` measures
+        that one, if it may be what runs, or what needs least. Raises BudgetError, which states the
+        minimum, if the memory is too small.
         """
         budget = ordinary if memory is None else as_bytes(memory, ordinary)
         least, length = self.least_bytes(lengths), lengths.length
+        may = ordinary < least or (budget >= ordinary and self._lags(lengths))
+        vendors = self.layers[0].onward == "torch" and asks_for_all(memory)
+        if exact is not None and self.torchs and may and not vendors:
+            ordinary = max(ordinary, exact() - self.gradient_copy * length)
+            budget = ordinary if memory is None else as_bytes(memory, ordinary)
         usual = ordinary + self.gradient_copy * length + self.extra
         if self.layers[0].onward == "torch":
             # A caller that drops the final state is not handed it. Then torch holds that state,

@@ -71,15 +71,15 @@ def fit_held(call: Call, memory: Memory | None) -> Plan:
     ordinary = _ordinary(call, memory)
     usual = ordinary(call.length, len(call.x))
     planner = _held_planner(call, ordinary, memory)
-    if call.length <= len(call.x) and planner.may_run_torchs(lengths, memory, usual):
-        usual = max(usual, measure_whole(call) - ordinary.gradient_copy * call.length)
-    held, found = planner.fit(lengths, memory, usual)
+    # A call of another length is only planned.
+    exact = partial(measure_whole, call) if call.length <= len(call.x) else None
+    held, found = planner.fit(lengths, memory, usual, exact)
     while held is not None and held.onward == "torch":  # between measured lengths bytes are guessed
         steps = min(call.length, max(1, held.block // call.batch))
         if steps in dict(cast(Curve, planner.layers[0].vendor).points):
             break
         planner = _measured_at(planner, call, steps)
-        held, found = planner.fit(lengths, memory, usual)
+        held, found = planner.fit(lengths, memory, found.ordinary_bytes)
     return _plan(call, held, found)
 
 
