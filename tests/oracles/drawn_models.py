@@ -123,8 +123,20 @@ class Drawn:
     p: float
     between: str
     loss: str
+    frozen: str
+    autocast: bool
 
     def model(self):
+        model = self.trained()
+        for k, p in enumerate(model.parameters()):
+            frozen = {"": False, "weights": p.dim() > 1, "biases": p.dim() == 1, "some": k % 3 == 1}
+            p.requires_grad_(not frozen[self.frozen])
+        return model
+
+    def casts(self):
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.autocast)
+
+    def trained(self):
         torch.manual_seed(self.number)
         registry = Registry()
         layers = []
@@ -191,6 +203,8 @@ def draw(number):
         p=of([0.0, 0.1, 0.5, 0.9]),
         between=of(["", "", "noise", "discarded"]),
         loss=of(["sum", "dense", "strided", "expanded", "part"]),
+        frozen=of(["", "", "", "weights", "biases", "some"]),
+        autocast=of([False, False, True]),
     )
 
 
@@ -201,7 +215,10 @@ def auxiliary(model):
 
 
 def given_gradient(drawn):
-    """The gradient of the output, as the loss hands it in; None for a loss that is a sum."""
+    """The gradient of the output, as the loss hands it in; None for a loss that is a sum. Under
+    autocast all are, since a gradient would be cast to the type of the output."""
+    if drawn.autocast:
+        return None
     torch.manual_seed(drawn.number + 2)
     shape = drawn.batch, drawn.width
     if drawn.loss == "strided":
@@ -216,7 +233,8 @@ def step(drawn, model, x, seed, gradient):
     model.registry.losses.clear()
     torch.manual_seed(seed)
     random.seed(seed)
-    y = model(x)
+    with drawn.casts():
+        y = model(x)
     more = auxiliary(model)
     if gradient is None:
         given, gradients = [(y[..., ::2] if drawn.loss == "part" else y).sum()], [None]
@@ -277,10 +295,11 @@ def budgeted(drawn, model, x, share):
         model.registry = registry
 
     def apply(memory):
-        if drawn.how == "loop":
-            return rg.budget(model, memory, (x,))
-        model.memory = memory
-        return model.fit(x)
+        with drawn.casts():
+            if drawn.how == "loop":
+                return rg.budget(model, memory, (x,))
+            model.memory = memory
+            return model.fit(x)
 
     try:
         least = apply(1).minimum_bytes

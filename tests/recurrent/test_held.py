@@ -16,6 +16,7 @@ from retrograde.recurrent import backward
 from retrograde.recurrent.bytes import Layer, stacked, sums_at_once
 from retrograde.recurrent.core import HeldLayers
 from retrograde.recurrent.plan import HeldPlan, Planner
+from retrograde.recurrent.scheduled import find_plan
 from retrograde.recurrent.spans import Sequences
 from retrograde.recurrent.vendor import Layers
 from retrograde.run.autograd import run_schedule
@@ -105,8 +106,8 @@ def test_outputs_and_gradients_are_torchs(kind, schedule, chunk, layers, lengths
     case = Case(kind, (17, 5, 4, size), lengths=LENGTHS[lengths], **LAYERS[layers])
     if schedule == "tight" and case.both:
         pytest.skip("two directions are one range")
-    for block, kept in [(1, 0), (5, 6), (100, 17), (4, 1)]:
-        plan = HeldPlan(5 * block, kept, *run_by(means, case), chunk)
+    for block, kept, taper in [(1, 0, 0), (5, 6, 0), (100, 17, 0), (4, 1, 0), (4, 0, 2)]:
+        plan = HeldPlan(5 * block, kept, *run_by(means, case), chunk, taper)
         ours = case.ours(SCHEDULES[schedule](17), plan)
         case.assert_same(ours)
         case.assert_same(ours)  # and a second time through the same graph
@@ -235,6 +236,8 @@ def drawn_shape(dice):
         one(["loops", "in place"]),
         tuple(dice.choices(["loops", "sweeps", "in place"], k=layers)),
     )
+    if lengths is None and kind is nn.LSTM and not both and not plan.kept:
+        plan = replace(plan, taper=one([0, 1, 3]))
     shape = Layer(
         case.net.mode, batch, width, size, case.tracks, dtype.itemsize,
         torch.get_num_threads(), needs, straight, lengths is not None,
@@ -330,3 +333,30 @@ def test_wide_inputs_by_samples_and_samples_that_end_keep_the_budget(shape, memo
         assert rg.measure(call).working_bytes <= net.fit(x).budget_bytes
     finally:
         torch.set_num_threads(threads)
+
+
+def test_unequal_spans_run_each_step_twice_in_less_memory(monkeypatch):
+    """Spans of equal length would need a fifth more, or runs of some steps a third time."""
+    torch.manual_seed(0)
+    net, x = rg.LSTM(32, 32, memory="1%"), torch.randn(1000, 4, 32, requires_grad=True)
+    theirs, dy = nn.LSTM(32, 32), torch.randn(1000, 4, 32)
+    theirs.load_state_dict(net.state_dict())
+    (plan, _), *_ = find_plan(net._call_of(x, None), net.memory).parts
+    assert plan.taper > 0 == plan.kept
+
+    def call(net):
+        y = net(x)[0]
+        y.backward(dy)
+        return y.detach()
+
+    assert relative_error(call(net), call(theirs)) <= 1e-5
+    for a, b in zip(net.parameters(), theirs.parameters(), strict=True):
+        assert relative_error(a.grad, b.grad) <= 1e-4
+    net.zero_grad()
+    x.grad = None
+    found = net.fit(x)
+    assert found.forward_steps == 2000
+    assert rg.measure(lambda: call(net)).working_bytes <= found.budget_bytes
+    monkeypatch.setattr(Planner, "_tapered", lambda *_: None)
+    ranges = rg.LSTM(32, 32, memory=found.budget_bytes).fit(x)
+    assert len(ranges.schedule) > len(found.schedule)  # of steps, which then do not fit at once

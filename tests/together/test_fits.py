@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 import retrograde as rg
-from retrograde.recurrent.call import StackFit
 
 
 def step_of(cell):
@@ -40,7 +39,10 @@ def test_a_module_is_asked_and_stays(kind):
     assert type(net) is kind
     assert getattr(net, "memory", None) is None
     both = kind(8, 16, num_layers=2, bidirectional=True)
-    assert isinstance(rg.fit(both, x, memory="60%"), StackFit)
+    found = rg.fit(both, x, memory="60%")
+    assert found.peak_bytes <= found.budget_bytes
+    assert found.forward_steps >= 2 * 200
+    assert "run forward for 200" in str(found)
 
 
 @pytest.mark.parametrize("kind", [nn.Sequential, rg.Sequential])

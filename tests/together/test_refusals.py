@@ -567,7 +567,8 @@ def test_drawn_models_are_right_within_their_budgets_or_refused(number, small_he
 
 def test_the_drawn_models_are_of_all_kinds():
     drawn = [draw(number) for number in range(500)]
-    for name in ("how", "last", "aux", "skip", "p", "between", "loss"):
+    names = "how", "last", "aux", "skip", "p", "between", "loss", "frozen", "autocast"
+    for name in names:
         counts = [
             sum(getattr(one, name) == value for one in drawn)
             for value in {getattr(one, name) for one in drawn}

@@ -164,8 +164,7 @@ class _Phases:
             self.for_caller = list(found[len(edges) :])
 
     def clear(self) -> None:
-        self.result = None
-        self.state, self.root, self.edges, self.for_caller = [], [], [], []
+        self.result, self.state, self.root, self.edges, self.for_caller = None, [], [], [], []
 
 
 def _accumulated(leaf: Tensor, gradient: Tensor) -> Tensor | None:
@@ -243,8 +242,10 @@ class Known:
         return min(self.ordinary_bytes, least(self.sizes))
 
     def is_ordinary(self, plan: tuple[Part, ...]) -> bool:
-        """Return whether a plan is what runs without a budget."""
-        return plan == kept_whole(self.sizes) and not any(one.draws_fast for one in self.units)
+        """Return whether a plan is what runs without a budget, which fills autocast's cache."""
+        casts = torch.is_autocast_enabled(self.units[0].ambient.device.type)
+        ours = casts or any(one.draws_fast for one in self.units)
+        return plan == kept_whole(self.sizes) and not ours
 
     def plan(self, memory: int) -> tuple[Part, ...]:
         """Return the fastest plan within a budget.

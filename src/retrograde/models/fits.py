@@ -15,7 +15,6 @@ from retrograde.models.chain_plans import ChainFit
 from retrograde.models.profile import iteration_seconds
 from retrograde.models.replace_modules import twin
 from retrograde.plan.fit import Fit
-from retrograde.recurrent.call import StackFit
 from retrograde.replay.trees import flatten_inputs
 from retrograde.run.layout import Straight, check_length
 from retrograde.sizes.timing import time_steps
@@ -32,7 +31,7 @@ def fit(
     memory: Memory,
     stateful: nn.Module | Sequence[nn.Module] = (),
     compile: bool = False,
-) -> Fit | StackFit | ChainFit:
+) -> Fit | ChainFit:
     """Return the plan for a call, which does not run: peak, least budget, forward steps, seconds.
 
     Args:
@@ -46,8 +45,7 @@ def fit(
         stateful, compile: as for :func:`retrograde.unroll`.
 
     Returns:
-        A :class:`~retrograde.plan.fit.Fit`. For several layers of two directions it is a
-        :class:`~retrograde.recurrent.call.StackFit`, and for a chain a
+        A :class:`~retrograde.plan.fit.Fit`; for a chain a
         :class:`~retrograde.models.chain_plans.ChainFit`. ``seconds`` are predicted from timed steps
         of a cell, or timed layers of a chain. For a recurrent module they are those of a nominal
         machine.
@@ -79,7 +77,7 @@ def fit(
         module = twin(cell)
         if not isinstance(module, nn.Sequential):
             plan = module._fit_within(memory, inputs, state)
-            return replace(plan, seconds=1e-6 * plan.time) if isinstance(plan, Fit) else plan
+            return replace(plan, seconds=1e-6 * plan.time)
         if state is None:
             return module._fit_within(memory, inputs)
         raise CellError(f"got a state, a {type(state).__name__}, for a Sequential: expected none")

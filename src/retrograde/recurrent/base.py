@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from retrograde.errors import CellError, InputError
 from retrograde.plan.fit import Fit
-from retrograde.recurrent.call import Call, StackFit
+from retrograde.recurrent.call import Call
 from retrograde.recurrent.fused import has_slopes
 from retrograde.recurrent.resets import Anew, read_starts
 from retrograde.recurrent.scheduled import find_plan
@@ -176,10 +176,8 @@ class BudgetedRNN(nn.RNNBase):
             refuse_sharded([self], tensors)
         return wanted
 
-    def fit(self, input: Tensor | PackedSequence, hx: Any = None) -> Fit | StackFit:
+    def fit(self, input: Tensor | PackedSequence, hx: Any = None) -> Fit:
         """Return the fit that a call with this input would use: schedule, bytes, least budget.
-
-        It is a :class:`~retrograde.recurrent.call.StackFit` if several layers have two directions.
 
         Raises:
             BudgetError: the budget is too small for these shapes.
@@ -189,7 +187,7 @@ class BudgetedRNN(nn.RNNBase):
             raise CellError("there is no budget to fit: give memory=, such as memory=0.05")
         return self._fit_within(self.memory, input, hx)
 
-    def _fit_within(self, memory: Memory, input: Any, hx: Any = None) -> Fit | StackFit:
+    def _fit_within(self, memory: Memory, input: Any, hx: Any = None) -> Fit:
         """Return the result of :meth:`fit` for another budget; nothing is changed."""
         self._check_asked(memory)
         call = self._call_of(input, hx)

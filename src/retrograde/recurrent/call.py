@@ -38,31 +38,6 @@ State = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
-class StackFit:
-    """The fit for layers with two directions, each of which is a recurrence of its own.
-
-    ``layers`` is empty if torch's own module runs. The bytes in each of ``layers`` are those of
-    that layer's share; for held layers, they are those of all layers together.
-    """
-
-    layers: tuple[Fit, ...]
-    peak_bytes: int
-    budget_bytes: int
-    ordinary_bytes: int
-    minimum_bytes: int
-
-    @property
-    def ordinary(self) -> bool:
-        """Whether torch's own module runs."""
-        return not self.layers
-
-    @property
-    def forward_steps(self) -> int:
-        """The forward steps of all layers, the first sweeps included."""
-        return sum(fit.forward_steps for fit in self.layers)
-
-
-@dataclass(frozen=True)
 class Plan:
     """How a module runs: for each recurrence, its kernel or held plan, and its schedule.
 
@@ -70,7 +45,7 @@ class Plan:
     """
 
     parts: tuple[tuple[Kernel | HeldPlan, Schedule], ...]
-    fit: Fit | StackFit | None = None
+    fit: Fit | None = None
 
 
 class Call:

@@ -65,7 +65,8 @@ class HeldLayers(Core):
         resets: Anew | None = None,
     ) -> None:  # fmt: skip
         self.net, self.rows, self.batch, self.chunk = net, rows, batch, plan.chunk
-        self.kept, self.block = plan.kept, min(plan.block, rows.length * batch)
+        self.kept, self.taper = plan.kept, plan.taper
+        self.block = min(plan.block, rows.length * batch)
         self.masks, self.at_once = masks, sums_at_once(rows.length, batch)
         self.resets = resets
         #: The gradients of the states with which samples begin anew, while a range goes backward.
@@ -81,10 +82,8 @@ class HeldLayers(Core):
         self.back = plan.back or (loops,) * self.count
         use = kernels(weight.device.type, weight.dtype, self.size)
         onward = in_place(weight.dtype, self.size) if plan.onward == "in place" else use
-        self.forward = onward.forward
-        self.recall = use.recall
-        #: Whether a second run can take h from the outputs of the top layer, instead of running
-        #: step by step.
+        self.forward, self.recall = onward.forward, use.recall
+        #: Whether a second run can take h from the outputs of the top layer, without a recurrence.
         self.follows = self.kind != "LSTM" or self.recall is not None
 
     @cached_property
@@ -322,7 +321,7 @@ class HeldLayers(Core):
         spans = [
             span
             for a, b in pairwise(bounds)
-            for span in cut(a, b, self.block, self.batch, self.sizes)
+            for span in cut(a, b, self.block, self.batch, self.sizes, self.taper)
         ]
         return spans[::-1] if number else spans
 

@@ -77,8 +77,8 @@ class GRU(BudgetedRNN, nn.GRU):
         >>> gru = GRU(4, 8, num_layers=2, bidirectional=True, memory="50%")
         >>> outputs, last = gru(torch.randn(200, 2, 4))
         >>> outputs.sum().backward()
-        >>> len(gru.fit(torch.randn(200, 2, 4)).layers)
-        2
+        >>> gru.fit(torch.randn(200, 2, 4)).forward_steps
+        400
     """
 
 

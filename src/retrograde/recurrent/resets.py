@@ -36,10 +36,8 @@ class Anew:
 
     def divided(self) -> list["Anew"]:
         """Return the same for each layer of two directions, as a recurrence of its own."""
-        return [
-            Anew(self.starts, [*parts])
-            for parts in zip(*(s.split(2) for s in self.state), strict=True)
-        ]
+        parts = zip(*(s.split(2) for s in self.state), strict=True)
+        return [Anew(self.starts, [*own]) for own in parts]
 
 
 def read_starts(reset: Any, input: Any, batch_first: bool, both: bool) -> Tensors:

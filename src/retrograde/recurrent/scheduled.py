@@ -24,7 +24,7 @@ from retrograde.errors import BudgetError
 from retrograde.kernels.cells import Weights
 from retrograde.plan.fit import Curve, Fit, Footprint, refusal
 from retrograde.recurrent.bytes import Layer, Means, stacked, sums_at_once
-from retrograde.recurrent.call import Call, Plan, StackFit
+from retrograde.recurrent.call import Call, Plan
 from retrograde.recurrent.fastest import candidate, fit_measured
 from retrograde.recurrent.forward import forward_bytes, forward_curve
 from retrograde.recurrent.fused import Fused, has_slopes, held_plan, run_held
@@ -248,10 +248,8 @@ def _plan(call: Call, held: HeldPlan | None, fit: Fit) -> Plan:
     """Return a plan that runs each recurrence alike; torch's own module if ``held`` is None."""
     layers = call.module.num_layers if call.bidirectional else 1
     parts = () if held is None else ((held, fit.schedule),) * layers
-    if not call.is_stack:
-        return Plan(parts, fit)
-    sizes = fit.peak_bytes, fit.budget_bytes, fit.ordinary_bytes, fit.minimum_bytes
-    return Plan(parts, StackFit((fit,) * len(parts), *sizes))
+    counts = {name: layers * getattr(fit, name) for name in ("forward_steps", "calls", "time")}
+    return Plan(parts, replace(fit, **counts))
 
 
 def _extra_bytes(call: Call) -> int:
