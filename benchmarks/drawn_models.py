@@ -29,7 +29,7 @@ from oracles.drawn_models import BUDGETS, SLACK_BYTES, Reading, read
 from retrograde.machine import machine_of
 
 RESULTS = Path(__file__).parent / "results"
-MODELS = 500
+MODELS = 300
 
 
 def readings(number: int) -> list[Reading]:
