@@ -11,7 +11,8 @@ and the geometric mean. Torch's module and ours also run packed batches as padde
 Bytes are working bytes, which are released again within the call. The table also shows the least
 time of one additional forward pass: (3 + 1) / 3, all at the rate of torch's own pass.
 
-    python benchmarks/recurrent_grid.py            # JSON into benchmarks/results/
+    python benchmarks/recurrent_grid.py            # JSON into benchmarks/results/, or for a
+    python benchmarks/recurrent_grid.py --machine avx2   # processor without AVX-512
     python benchmarks/recurrent_grid.py --only 3   # one workload; nothing is written
 """
 
@@ -294,6 +295,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", type=int, nargs="*", help="numbers of workloads")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--machine", default="cpu", help="cpu or avx2: which JSON to write")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     chosen = GRID if options.only is None else [GRID[number] for number in options.only]
@@ -311,7 +313,7 @@ def main() -> None:
     print(f"behind torch.utils.checkpoint at its bytes: {len(behind)}: {'; '.join(behind)}")
     if options.only is None:
         document = {"machine": machine_of("cpu"), "rows": rows, "summary": found}
-        path = RESULTS / "recurrent_grid_cpu.json"
+        path = RESULTS / f"recurrent_grid_{options.machine}.json"
         path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
         print(f"written to {path}")
 

@@ -100,7 +100,22 @@ def recurrent_grid() -> str:
         table(head, rows)
         + f"\nGiven the bytes of each number of segments, ours is slower in {len(behind)} of "
         f"{compared} comparisons{': ' * bool(behind)}{'; '.join(behind)}. "
-        f"{source('recurrent_grid_cpu')}\n"
+        f"{source('recurrent_grid_cpu')}\n\n{without_avx512()}"
+    )
+
+
+def without_avx512() -> str:
+    """The same grid on a processor with half as wide registers."""
+    found = results("recurrent_grid_avx2")
+    shares = ("100%", "50%", "20%", "10%", "5%")
+    mean, worst = (
+        " / ".join(f"{found['summary'][s][key]:.2f}" for s in shares) for key in ("mean", "worst")
+    )
+    behind = sum(len(row["behind"]) for row in found["rows"])
+    return (
+        f"On a processor without AVX-512 the mean is {mean} at {' / '.join(shares)}, and the worst "
+        f"{worst}; slower than `checkpoint` in its bytes: {behind}. "
+        f"{source('recurrent_grid_avx2', 'recurrent_grid')}\n"
     )
 
 
