@@ -26,7 +26,7 @@ def test_every_block_is_shown_somewhere_and_every_result_has_its_script():
     }
     assert shown == set(numbers.BLOCKS)
     for path in (ROOT / "benchmarks" / "results").glob("*.json"):
-        script = re.sub("_(cpu|cuda)$|(?<=^gpu)_.*", "", path.stem)
+        script = re.sub("_(cpu|avx2|cuda)$|(?<=^gpu)_.*", "", path.stem)
         assert (ROOT / "benchmarks" / f"{script}.py").is_file(), path.name
 
 
