@@ -106,8 +106,10 @@ def test_outputs_and_gradients_are_torchs(kind, schedule, chunk, layers, lengths
     case = Case(kind, (17, 5, 4, size), lengths=LENGTHS[lengths], **LAYERS[layers])
     if schedule == "tight" and case.both:
         pytest.skip("two directions are one range")
-    for block, kept, taper in [(1, 0, 0), (5, 6, 0), (100, 17, 0), (4, 1, 0), (4, 0, 2)]:
-        plan = HeldPlan(5 * block, kept, *run_by(means, case), chunk, taper)
+    unequal = (6, 5, 3, 2, 1) if schedule == "in one range" and lengths == "padded" else ()
+    unequal = unequal if not case.both else ()
+    for block, kept, steps in [(1, 0, ()), (5, 6, ()), (100, 17, ()), (4, 1, ()), (6, 0, unequal)]:
+        plan = HeldPlan(5 * block, kept, *run_by(means, case), chunk, steps)
         ours = case.ours(SCHEDULES[schedule](17), plan)
         case.assert_same(ours)
         case.assert_same(ours)  # and a second time through the same graph
@@ -237,7 +239,11 @@ def drawn_shape(dice):
         tuple(dice.choices(["loops", "sweeps", "in place"], k=layers)),
     )
     if lengths is None and kind is nn.LSTM and not both and not plan.kept:
-        plan = replace(plan, taper=one([0, 1, 3]))
+        steps, most = [], steps
+        while sum(steps) < length and dice.random() < 0.97:
+            most = max(1, most - one([0, 0, 1]))
+            steps.append(min(most, length - sum(steps)))
+        plan = replace(plan, steps=tuple(steps) if sum(steps) == length else ())
     shape = Layer(
         case.net.mode, batch, width, size, case.tracks, dtype.itemsize,
         torch.get_num_threads(), needs, straight, lengths is not None,
@@ -342,7 +348,8 @@ def test_unequal_spans_run_each_step_twice_in_less_memory(monkeypatch):
     theirs, dy = nn.LSTM(32, 32), torch.randn(1000, 4, 32)
     theirs.load_state_dict(net.state_dict())
     (plan, _), *_ = find_plan(net._call_of(x, None), net.memory).parts
-    assert plan.taper > 0 == plan.kept
+    assert plan.steps[0] > plan.steps[-2] >= plan.steps[-1]
+    assert sum(plan.steps) == 1000
 
     def call(net):
         y = net(x)[0]
@@ -357,6 +364,6 @@ def test_unequal_spans_run_each_step_twice_in_less_memory(monkeypatch):
     found = net.fit(x)
     assert found.forward_steps == 2000
     assert rg.measure(lambda: call(net)).working_bytes <= found.budget_bytes
-    monkeypatch.setattr(Planner, "_tapered", lambda *_: None)
+    monkeypatch.setattr(Planner, "_unequal", lambda *_: None)
     ranges = rg.LSTM(32, 32, memory=found.budget_bytes).fit(x)
     assert len(ranges.schedule) > len(found.schedule)  # of steps, which then do not fit at once

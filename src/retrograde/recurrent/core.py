@@ -13,7 +13,7 @@ batch, each sequence joins the second track at that sequence's own last step.
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, cast
 
 import torch
@@ -65,7 +65,7 @@ class HeldLayers(Core):
         resets: Anew | None = None,
     ) -> None:  # fmt: skip
         self.net, self.rows, self.batch, self.chunk = net, rows, batch, plan.chunk
-        self.kept, self.taper = plan.kept, plan.taper
+        self.kept, self.steps = plan.kept, plan.steps
         self.block = min(plan.block, rows.length * batch)
         self.masks, self.at_once = masks, sums_at_once(rows.length, batch)
         self.resets = resets
@@ -316,12 +316,14 @@ class HeldLayers(Core):
 
         A new span begins where gates begin to be kept.
         """
+        if self.steps:  # of all steps, in one direction
+            return [Span(a, b, self.batch) for a, b in pairwise(accumulate(self.steps, initial=0))]
         edge = self.kept if number else self.rows.length - self.kept
         bounds = [start, *([edge] if start < edge < stop else []), stop]
         spans = [
             span
             for a, b in pairwise(bounds)
-            for span in cut(a, b, self.block, self.batch, self.sizes, self.taper)
+            for span in cut(a, b, self.block, self.batch, self.sizes)
         ]
         return spans[::-1] if number else spans
 

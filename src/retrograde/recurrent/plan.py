@@ -22,7 +22,7 @@ from retrograde.kernels.cells import GATES
 from retrograde.plan.fit import Curve, Fit, Footprint, fit, refusal, whole_fit
 from retrograde.plan.steps.closed_form import hsm_cost
 from retrograde.recurrent.bytes import Layer, Means
-from retrograde.recurrent.spans import Sequences, cut
+from retrograde.recurrent.spans import Sequences
 from retrograde.sizes.footprint import HEAP_BYTES
 from retrograde.units import Memory, as_bytes, asks_for_all
 
@@ -54,8 +54,8 @@ class HeldPlan:
 
     ``kept`` is the number of those steps in each track. ``onward`` runs all layers forward.
     ``back`` names what backpropagates each layer, from the lowest up; if it is empty, loops
-    backpropagate all. ``chunk`` is the steps in a chunk of a scan; None for no scan. After every
-    ``taper`` spans the next ones are a step shorter, since more marks are held beside them.
+    backpropagate all. ``chunk`` is the steps in a chunk of a scan; None for no scan. ``steps`` are
+    those of each span; if it is empty, spans are equally long.
     """
 
     block: int
@@ -63,7 +63,7 @@ class HeldPlan:
     onward: Means = "loops"
     back: tuple[Means, ...] = ()
     chunk: int | None = None
-    taper: int = 0
+    steps: tuple[int, ...] = ()
 
 
 def ordinary_fit(length: int, **told: int) -> Fit:
@@ -241,13 +241,10 @@ class Planner:
         return plan, replace(fits, minimum_bytes=told["minimum_bytes"])
 
     def _keeping(self, lengths: Sequences, plan: HeldPlan, budget: int) -> HeldPlan | None:
-        """Return the plan with as many gates kept as memory allows; None if it does not fit.
-
-        If spans of equal length do not fit, later ones are shorter.
-        """
+        """Return the plan with what gates memory allows, or unequal spans; None if none fits."""
         peak = self._peaks(lengths, plan)
         if peak(0) > budget:
-            return self._tapered(lengths, plan, budget)
+            return self._unequal(lengths, plan, budget)
         if not self._run_by(plan)[0][0].gates(1):
             return plan
         most = range(1, lengths.length)
@@ -258,16 +255,25 @@ class Planner:
         )
         return replace(plan, kept=kept)
 
-    def _tapered(self, lengths: Sequences, plan: HeldPlan, budget: int) -> HeldPlan | None:
-        """Return the plan with spans that, with the marks before them, take equally much; None if
-        it does not fit."""
+    def _unequal(self, lengths: Sequences, plan: HeldPlan, budget: int) -> HeldPlan | None:
+        """Return the plan with the longest spans that fit beside the marks before them; None if
+        they do not. Early ones are longer, since the marks of later ones are free by then."""
         (layers, *others), batch = self._run_by(plan), self.layers[0].batch
-        mark, more = sum(one.mark(1) for one in layers), plan.block // batch - 1
-        if others or not (mark and more) or lengths.offsets is not None or plan.onward == "torch":
+        mark, most = sum(one.mark(1) for one in layers), plan.block // batch
+        if others or not mark or lengths.offsets is not None or plan.onward == "torch":
             return None
-        least, most = (max(one.span(n, kept=False) for one in layers) for n in (batch, plan.block))
-        plan = replace(plan, taper=max(1, round((most - least) / more / mark)))
-        return plan if self.peak(lengths, plan) <= budget else None
+
+        def takes(n: int) -> int:
+            return max(one.span(n * batch, kept=False) for one in layers)
+
+        room = takes(most) + budget - self.peak(lengths, replace(plan, steps=(most,)))
+        steps, left = list[int](), lengths.length
+        while left and most:
+            most = bisect_right(range(1, min(most, left) + 1), room, key=takes)
+            steps.append(most)
+            left, room = left - most, room - mark
+        plan = replace(plan, steps=tuple(steps))
+        return plan if most and self.peak(lengths, plan) <= budget else None
 
     def _again(self, lengths: Sequences, plan: HeldPlan) -> int:
         """Return how many steps' gates are recomputed for lack of memory; only an LSTM's are."""
@@ -309,7 +315,7 @@ class Planner:
         ``onward`` counts forward passes step by step. ``again`` is the share of gates that products
         recompute.
         """
-        spans, total = lengths.spans(plan.block, plan.taper), 0.0
+        spans, total = len(plan.steps) or lengths.spans(plan.block), 0.0
         for layer in self._run_by(plan)[0]:
             size, gates = layer.size, GATES[layer.kind]
             weights = gates * size * (size + layer.width)
@@ -410,7 +416,7 @@ class Planner:
         nets, both = self._run_by(plan), self._both
         layers = [one for net in nets for one in net]
         rows = threads = lengths.largest(plan.block)
-        spans = lengths.spans(plan.block, plan.taper) + 1  # one begins where gates begin to be kept
+        spans = 1 + (len(plan.steps) or lengths.spans(plan.block))  # one where gates are kept
         held = sum(one.mark(spans) + one.below(lengths.rows) + 2 * one.state for one in layers)
         held += self._between(lengths) + self.extra + self.copied
         if lengths.offsets is not None:  # with fewer sequences a thread may have more rows
@@ -423,17 +429,15 @@ class Planner:
             return max(map(int.__add__, spans, fixed))
 
         forward = max(one.forward(rows, one.pass_rows(rows)) for one in layers)
-        keeping = forward
-        if not both and len(layers) == 1:  # no forward pass runs while gates are kept
-            keeping = layers[0].forward(rows, 0)
+        alone = not both and len(layers) == 1  # no forward pass runs while its gates are kept
+        keeping = layers[0].forward(rows, 0) if alone else forward
         first = max(keeping, backward(rows, kept=True))
         later = max(forward, backward(rows, kept=False))
-        if plan.taper:  # when a span goes back, the marks of later ones are free
-            cuts = cut(0, lengths.length, plan.block, layers[0].batch, taper=plan.taper)
-            mark = sum(one.mark(1) for one in layers)
-            free = {span.rows: (spans - k) * mark for k, span in enumerate(cuts, 2)}
-            last = held + max(forward, *(backward(n, kept=False) - f for n, f in free.items()))
-            return lambda _: last
+        if plan.steps:  # when a span goes back, the marks of later ones are free
+            mark, batch = sum(one.mark(1) for one in layers), layers[0].batch
+            free = {n: (spans - k) * mark for k, n in enumerate(plan.steps, 2)}
+            each = (backward(n * batch, kept=False) - more for n, more in free.items())
+            first = later = max(forward, *each)
 
         def peak(kept: int) -> int:
             last = lengths.last(kept, both)

@@ -45,33 +45,26 @@ class Span:
 
 
 def cut(
-    start: int, stop: int, block: int, samples: int, sizes: Sequence[int] | None = None,
-    taper: int = 0,
-) -> list[Span]:  # fmt: skip
+    start: int, stop: int, block: int, samples: int, sizes: Sequence[int] | None = None
+) -> list[Span]:
     """Return the spans of steps ``start`` … ``stop − 1``, in order.
 
     A span has at most ``block`` rows, or one step where even that has more. ``sizes`` gives the
-    number of sequences at each step of a packed batch. After every ``taper`` spans the next ones
-    are a step shorter; with 0 all are equally long.
+    number of sequences at each step of a packed batch.
 
     Example:
         >>> [(p.start, p.stop, p.samples) for p in cut(0, 5, 6, 3, [3, 3, 3, 1, 1])]
         [(0, 2, 3), (2, 3, 3), (3, 5, 1)]
-        >>> [len(p) for p in cut(0, 17, 4, 1, taper=2)]
-        [4, 4, 3, 3, 2, 1]
     """
     bounds = [start, stop]
     if sizes is not None:
         changes = (t for t in range(start + 1, stop) if sizes[t] != sizes[t - 1])
         bounds = [start, *changes, stop]
-    found: list[Span] = []
+    found = []
     for first, last in pairwise(bounds):
         count = samples if sizes is None else sizes[first]
         steps = max(1, block // max(1, count))
-        while first < last:
-            now = max(1, steps - (len(found) // taper if taper else 0))
-            found.append(Span(first, min(first + now, last), count))
-            first += now
+        found += [Span(a, min(a + steps, last), count) for a in range(first, last, steps)]
     return found
 
 
@@ -97,13 +90,11 @@ class Sequences:
         """The rows of all steps; one row is one step of one sequence."""
         return self.length * self.batch if self.offsets is None else self.offsets[-1]
 
-    def spans(self, block: int, taper: int = 0) -> int:
+    def spans(self, block: int) -> int:
         """Return the number of sequences summed over all spans, in units of the batch, rounded up.
 
-        Each span has at most ``block`` rows. ``taper`` is as for :func:`cut`.
+        Each span has at most ``block`` rows.
         """
-        if taper:
-            return len(cut(0, self.length, block, self.batch, taper=taper))
         total = sum(n * -(-steps // max(1, block // n)) for steps, n in self.runs)
         return -(-total // self.batch)
 
