@@ -37,19 +37,19 @@ LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}
 # another, or deletes. ``top`` is the files beside the rooms.
 ROOMS = {
     "top": (817, 900),
-    "schedule": (1175, 1100),
+    "schedule": (1173, 1100),
     "plan": (2652, 2000),
     "sizes": (1230, 1300),
     "replay": (2045, 1300),
     "run": (2088, 1900),
     "kernels": (5006, 3000),  # a cell will be data, written once
-    "recurrent": (3325, 2900),
-    "cells": (2213, 2200),
-    "models": (4742, 2400),  # a lean tape is a fifth of it
-    "scan": (3735, 3800),
-    "ranks": (1075, 1500),
-    "jax": (1000, 1050),
-    "figures": (445, 450),
+    "recurrent": (3322, 2900),
+    "cells": (2211, 2200),
+    "models": (4741, 2400),  # a lean tape is a fifth of it
+    "scan": (3731, 3800),
+    "ranks": (1072, 1500),
+    "jax": (997, 1050),
+    "figures": (442, 450),
 }
 MOST_LINES = 450  # of a file
 LONG = set()
