@@ -367,3 +367,28 @@ def test_unequal_spans_run_each_step_twice_in_less_memory(monkeypatch):
     monkeypatch.setattr(Planner, "_unequal", lambda *_: None)
     ranges = rg.LSTM(32, 32, memory=found.budget_bytes).fit(x)
     assert len(ranges.schedule) > len(found.schedule)  # of steps, which then do not fit at once
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("more", [{}, {"bidirectional": True}, {"num_layers": 2}, {"dropout": 0.0}])
+@pytest.mark.parametrize("length", [60, 301])
+def test_gradients_within_every_budget_from_the_least_on(length, more):
+    torch.manual_seed(0)
+    theirs, x = nn.LSTM(3, 8, **more).double(), torch.randn(length, 2, 3, dtype=DOUBLE)
+    ours = rg.LSTM(3, 8, memory=1, dtype=DOUBLE, **more)
+    ours.load_state_dict(theirs.state_dict())
+    with pytest.raises(rg.BudgetError) as refusal:
+        ours(x)
+    whole = ours._fit_within("100%", x).ordinary_bytes
+
+    def call(net):
+        y, (h, c) = net(x)
+        loss = y.square().sum() + h.sum() + (c * c).sum()
+        return [y, h, c, *torch.autograd.grad(loss, net.parameters())]
+
+    expected = call(theirs)
+    for k in range(16):  # at equal ratios
+        least = refusal.value.minimum_bytes
+        ours.memory = round(least * (whole / least) ** (k / 15))
+        for a, b in zip(call(ours), expected, strict=True):
+            assert relative_error(a.detach(), b.detach()) <= 1e-10, ours.memory

@@ -316,7 +316,8 @@ class HeldLayers(Core):
 
         A new span begins where gates begin to be kept.
         """
-        if self.steps:  # of all steps, in one direction
+        if self.steps:
+            assert (number, start, stop) == (0, 0, self.rows.length)
             return [Span(a, b, self.batch) for a, b in pairwise(accumulate(self.steps, initial=0))]
         edge = self.kept if number else self.rows.length - self.kept
         bounds = [start, *([edge] if start < edge < stop else []), stop]

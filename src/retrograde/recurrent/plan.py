@@ -258,9 +258,9 @@ class Planner:
     def _unequal(self, lengths: Sequences, plan: HeldPlan, budget: int) -> HeldPlan | None:
         """Return the plan with the longest spans that fit beside the marks before them; None if
         they do not. Early ones are longer, since the marks of later ones are free by then."""
-        (layers, *others), batch = self._run_by(plan), self.layers[0].batch
+        layers, batch = self._run_by(plan)[0], self.layers[0].batch
         mark, most = sum(one.mark(1) for one in layers), plan.block // batch
-        if others or not mark or lengths.offsets is not None or plan.onward == "torch":
+        if self._both or not mark or lengths.offsets is not None or plan.onward == "torch":
             return None
 
         def takes(n: int) -> int:
