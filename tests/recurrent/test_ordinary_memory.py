@@ -5,6 +5,7 @@ import torch
 from torch.nn.utils.rnn import pack_padded_sequence
 
 import retrograde as rg
+from oracles.autocast import run_or_skip
 from retrograde.recurrent import plan
 
 FEW_STEPS = plan._FEW_STEPS  # a fixture replaces it
@@ -162,6 +163,7 @@ def test_frozen_weights_have_sums_that_count(kind, sizes, frozen, memory):
 def test_autocast_keeps_the_budget(kind, sizes, shape, options, memory):
     net = getattr(rg, kind)(*sizes, memory=memory, **options)
     x = torch.randn(*shape, sizes[0], requires_grad=True)
+    run_or_skip(getattr(torch.nn, kind)(*sizes, **options), x)
 
     def forward(x):
         with torch.autocast("cpu"):

@@ -14,7 +14,7 @@ plan.
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import cycle
 from math import ceil, inf
 
@@ -256,13 +256,13 @@ class Planner:
         return replace(plan, kept=kept)
 
     def _unequal(self, lengths: Sequences, plan: HeldPlan, budget: int) -> HeldPlan | None:
-        """Return the plan with the longest spans that fit beside the marks before them; None if
-        they do not. Early ones are longer, since the marks of later ones are free by then."""
+        """Return the plan with the longest spans that fit beside the marks before them, or None."""
         layers, batch = self._run_by(plan)[0], self.layers[0].batch
         mark, most = sum(one.mark(1) for one in layers), plan.block // batch
         if self._both or not mark or lengths.offsets is not None or plan.onward == "torch":
             return None
 
+        @cache
         def takes(n: int) -> int:
             return max(one.span(n * batch, kept=False) for one in layers)
 
