@@ -106,8 +106,8 @@ def test_outputs_and_gradients_are_torchs(kind, schedule, chunk, layers, lengths
     case = Case(kind, (17, 5, 4, size), lengths=LENGTHS[lengths], **LAYERS[layers])
     if schedule == "tight" and case.both:
         pytest.skip("two directions are one range")
-    unequal = (6, 5, 3, 2, 1) if schedule == "in one range" and lengths == "padded" else ()
-    unequal = unequal if not case.both else ()
+    alike = schedule == "in one range" and lengths == "padded" and not case.both
+    unequal = (6, 5, 3, 2, 1) if alike else ()
     for block, kept, steps in [(1, 0, ()), (5, 6, ()), (100, 17, ()), (4, 1, ()), (6, 0, unequal)]:
         plan = HeldPlan(5 * block, kept, *run_by(means, case), chunk, steps)
         ours = case.ours(SCHEDULES[schedule](17), plan)

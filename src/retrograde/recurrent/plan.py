@@ -416,7 +416,7 @@ class Planner:
         nets, both = self._run_by(plan), self._both
         layers = [one for net in nets for one in net]
         rows = threads = lengths.largest(plan.block)
-        spans = 1 + (len(plan.steps) or lengths.spans(plan.block))  # one where gates are kept
+        spans = 1 + (len(plan.steps) or lengths.spans(plan.block))  # one begins with kept gates
         held = sum(one.mark(spans) + one.below(lengths.rows) + 2 * one.state for one in layers)
         held += self._between(lengths) + self.extra + self.copied
         if lengths.offsets is not None:  # with fewer sequences a thread may have more rows
@@ -429,15 +429,15 @@ class Planner:
             return max(map(int.__add__, spans, fixed))
 
         forward = max(one.forward(rows, one.pass_rows(rows)) for one in layers)
-        alone = not both and len(layers) == 1  # no forward pass runs while its gates are kept
-        keeping = layers[0].forward(rows, 0) if alone else forward
-        first = max(keeping, backward(rows, kept=True))
-        later = max(forward, backward(rows, kept=False))
         if plan.steps:  # when a span goes back, the marks of later ones are free
             mark, batch = sum(one.mark(1) for one in layers), layers[0].batch
             free = {n: (spans - k) * mark for k, n in enumerate(plan.steps, 2)}
             each = (backward(n * batch, kept=False) - more for n, more in free.items())
             first = later = max(forward, *each)
+        else:
+            alone = not both and len(layers) == 1  # no forward pass runs while its gates are kept
+            first = max(layers[0].forward(rows, 0) if alone else forward, backward(rows, kept=True))
+            later = max(forward, backward(rows, kept=False))
 
         def peak(kept: int) -> int:
             last = lengths.last(kept, both)
