@@ -227,6 +227,32 @@ def test_states_that_are_kept_for_later_count_until_their_blocks_go_back(memory)
     assert working_bytes(model, x) <= allowed
 
 
+class Level(nn.Module):
+    """One level of a U-Net: the levels below it lie between its two blocks."""
+
+    def __init__(self, below):
+        super().__init__()
+        self.down, self.below, self.up = Block(dropout=0.1), below, Block(dropout=0.1)
+
+    def forward(self, x):
+        return self.up(x + 0.5 * self.below(self.down(x)))
+
+
+@pytest.mark.parametrize("depth", [2, 4, 6])
+def test_levels_within_one_another_are_opened(depth):
+    torch.manual_seed(0)
+    model, x = Block(), torch.randn(5, 16, WIDTH)
+    for _ in range(depth):
+        model = Level(model)
+    plain = copy.deepcopy(model)
+    division = rg.budget(model, least_of(model, x), x)
+    assert division.minimum_bytes < 0.45 * division.ordinary_bytes
+    for _ in range(2):
+        same(trained(model, x), trained(plain, x))
+    outputs = 2 * x.nbytes
+    assert working_bytes(model, x) <= division.total_bytes + division.elsewhere_bytes + outputs
+
+
 class Masking(nn.Module):
     """Makes a mask that is larger than a state, and gives it to all its blocks."""
 

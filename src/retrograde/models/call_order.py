@@ -13,6 +13,7 @@ from collections.abc import Collection, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import inf
 from typing import Any
 
 import torch
@@ -167,8 +168,7 @@ class CallOrder:
         Layers may be called several times, if always in the same run. Others divide a run. A run
         of one call is one of no others.
         """
-        much = _OPENED * self.whole
-        opened, whole = (_runs(self.top, self.ready, large, much) for large in (much, float("inf")))
+        opened, whole = (self._runs(self.top, large) for large in (_OPENED * self.whole, inf))
         runs = min(whole, opened, key=self._least)
         alike: dict[Hashable, list[Layers]] = defaultdict(list)
         for run in runs:
@@ -198,15 +198,53 @@ class CallOrder:
                 call.slot = next(iter(call.given))
                 yield call
 
+    def _runs(self, around: ModuleCall, large: float) -> list[Layers]:
+        """Return the outermost runs among the calls within one call. A call that holds a ``large``
+        part of the model's bytes is opened, or a quarter if it stands alone."""
+        found, current = list[Layers](), Layers()
+
+        def close() -> None:
+            call, *more = current or [around]
+            is_run = more or (call.inside and self.times[id(call.module)] == 1)
+            if current and is_run and (more or call.held <= _OPENED * self.whole):
+                found.append(current[:])
+            elif current:
+                within = self._runs(call, large)
+                found.extend(within if is_run or _is_better(within, call) else [])
+            current.clear()
+
+        calls = _opened(around, self.ready)
+        uses = _uses(calls)
+        for call in calls:
+            if current and rides(call.module) and {call.given.get(0)} == current[-1].made:
+                current.append(call)
+                continue
+            within = self._runs(call, large) if call.held > large else []
+            if id(call) not in self.ready or _is_better(within, call):
+                close()
+                found.extend(within or self._runs(call, large))
+                continue
+            if any(call.module is one.module for one in current):
+                close()
+            made = {n for n in current[-1].made if uses[n] == 1} if current else set()
+            slot = call.slot_of(made)
+            if slot is None:
+                close()
+                slot = next(iter(call.given))
+            call.slot = slot
+            current.append(call)
+        close()
+        return found
+
     def refuse(self, kind: type[nn.Module]) -> None:
         """Leave the layers of a class out of all runs, for one of them was refused."""
         self.ready -= {id(one) for one in self.every if type(one.module) is kind}
         self.preferred = self.runs()
 
     def _least(self, runs: list[Layers]) -> int:
-        """Return what the model holds if each run holds its largest layer alone."""
-        held = [[call.held for call in run] for run in runs if len(run) > 1]
-        return self.whole - sum(map(sum, held)) + sum(map(max, held))
+        """Return what the model holds if of all layers only the largest holds anything."""
+        held = [call.held for run in runs for call in run]
+        return self.whole - sum(held) + max(held, default=0)
 
     def refusals(self) -> dict[str, str]:
         """Return the reasons why larger modules of the model cannot be layers of a chain."""
@@ -215,49 +253,10 @@ class CallOrder:
         return self.refused | told
 
 
-def _runs(around: ModuleCall, ready: set[int], large: float, much: float) -> list[Layers]:
-    """Return the runs among the calls within one call, the outermost possible. A call that holds a
-    ``large`` part of the model's bytes, or stands alone and holds ``much``, is opened."""
-    found: list[Layers] = []
-    current: Layers = []
-
-    def close() -> None:
-        if len(current) > 1:
-            found.append(current[:])
-        elif current:
-            within = _runs(current[0], ready, large, much)
-            opens = current[0].held > much or _is_better(within, current[0])
-            found.extend(within if opens else [])
-        current.clear()
-
-    calls = _opened(around, ready)
-    uses = _uses(calls)
-    for call in calls:
-        if current and rides(call.module) and {call.given.get(0)} == current[-1].made:
-            current.append(call)
-            continue
-        within = _runs(call, ready, large, much) if call.held > large else []
-        if id(call) not in ready or _is_better(within, call):
-            close()
-            found.extend(within or _runs(call, ready, large, much))
-            continue
-        if any(call.module is one.module for one in current):
-            close()
-        made = {n for n in current[-1].made if uses[n] == 1} if current else set()
-        slot = call.slot_of(made)
-        if slot is None:
-            close()
-            slot = next(iter(call.given))
-        call.slot = slot
-        current.append(call)
-    close()
-    return found
-
-
 def _is_better(runs: list[Layers], call: ModuleCall) -> bool:
-    """Return whether runs within a call hold nearly all of its bytes, each layer less than half."""
+    """Return whether runs within a call hold nearly all of its bytes, no layer most of them."""
     held = [one.held for run in runs for one in run]
-    return sum(held) >= _NEARLY_ALL * call.held > 0 and max(held) < call.held / 2
+    return sum(held) >= _NEARLY_ALL * call.held > 0 and 4 * max(held) < 3 * call.held
 
 
 def _opened(around: ModuleCall, ready: set[int]) -> list[ModuleCall]:
