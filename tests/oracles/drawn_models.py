@@ -85,6 +85,24 @@ class LayerDrop(nn.Module):
         return x if self.training and torch.rand(1) < self.p else self.layer(x)
 
 
+class Level(nn.Module):
+    """One level of a U-Net: the others lie between its two blocks."""
+
+    def __init__(self, before, below, after):
+        super().__init__()
+        self.before, self.below, self.after = before, below, after
+
+    def forward(self, x):
+        return self.after(x + 0.5 * self.below(self.before(x)))
+
+
+def nested(layers):
+    """The layers as levels within one another."""
+    if len(layers) < 3:
+        return nn.Sequential(*layers)
+    return Level(layers[0], nested(layers[1:-1]), layers[-1])
+
+
 class Model(nn.Module):
     """Blocks in a loop."""
 
@@ -125,6 +143,7 @@ class Drawn:
     loss: str
     frozen: str
     autocast: bool
+    levels: bool
 
     def model(self):
         model = self.trained()
@@ -161,6 +180,7 @@ class Drawn:
             model = nn.Sequential(*layers)
             model.registry = registry
             return model
+        layers = [nested(layers)] if self.levels else layers
         drop = self.skip.removeprefix("model ") if self.skip.startswith("model ") else ""
         return Model(layers, drop, self.p, self.between, registry)
 
@@ -205,6 +225,7 @@ def draw(number):
         loss=of(["sum", "dense", "strided", "expanded", "part"]),
         frozen=of(["", "", "", "weights", "biases", "some"]),
         autocast=of([False, False, True]),
+        levels=of([False, False, True]) and how == "loop",
     )
 
 
@@ -268,11 +289,11 @@ class Reading:
     budget_bytes: int = 0
     peak_bytes: int = 0
     warned: str = ""
-    whole: bool = True  # whether the budget covers all that the model holds
+    elsewhere_bytes: int = 0  # what the model holds that the budget does not cover, as it is told
 
     @property
     def over(self):
-        return self.whole and self.peak_bytes > self.budget_bytes + SLACK_BYTES
+        return self.peak_bytes > self.budget_bytes + self.elsewhere_bytes + SLACK_BYTES
 
     @property
     def good(self):
@@ -288,7 +309,7 @@ def clear(model, x):
 def budgeted(drawn, model, x, share):
     """Give a model a share of what is between its least and its ordinary bytes.
 
-    Returns the model, its budget, and whether that covers all that the model holds.
+    Returns the model, its budget, and what that does not cover.
     """
     if drawn.how == "Sequential":
         registry, model = model.registry, rg.Sequential(*model, memory=1)
@@ -308,7 +329,7 @@ def budgeted(drawn, model, x, share):
     ordinary = apply("100%").ordinary_bytes
     total = least + max(0, round(share * (ordinary - least)))
     found = apply(total)
-    return model, total, getattr(found, "elsewhere_bytes", 0) == 0
+    return model, total, getattr(found, "elsewhere_bytes", 0)
 
 
 def read(number, share, steps=4):
@@ -320,7 +341,7 @@ def read(number, share, steps=4):
     random.seed(number + 3)
     gradient = given_gradient(drawn)
     try:
-        ours, total, whole = budgeted(drawn, ours, x, share)
+        ours, total, elsewhere = budgeted(drawn, ours, x, share)
     except rg.RetrogradeError as refusal:
         return Reading(drawn, share, refused=str(refusal))
     peak = 0
@@ -345,4 +366,4 @@ def read(number, share, steps=4):
                 return Reading(drawn, share, wrong=f"step {seed}: other bits")
             other = None
     warned = "; ".join(str(one.message) for one in told)
-    return Reading(drawn, share, "", "", total, peak, warned, whole)
+    return Reading(drawn, share, "", "", total, peak, warned, elsewhere)

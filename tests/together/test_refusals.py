@@ -112,6 +112,8 @@ def test_an_auxiliary_loss_is_refused_by_name(habit, where):
         rg.Sequential(*blocks(habit=habit), memory="50%")(x)
     with pytest.raises(rg.CellError, match=told):
         rg.budget(Loop(blocks(habit=habit)), "50%", x)
+    with pytest.raises(rg.CellError, match=told):  # nothing that the first is given has a gradient
+        rg.Sequential(*blocks(1, habit=habit), *blocks(), memory="50%")(x)
     HIDDEN["a"]["b"]["c"]["d"].clear()
 
 
@@ -567,7 +569,7 @@ def test_drawn_models_are_right_within_their_budgets_or_refused(number, small_he
 
 def test_the_drawn_models_are_of_all_kinds():
     drawn = [draw(number) for number in range(500)]
-    names = "how", "last", "aux", "skip", "p", "between", "loss", "frozen", "autocast"
+    names = "how", "last", "aux", "skip", "p", "between", "loss", "frozen", "autocast", "levels"
     for name in names:
         counts = [
             sum(getattr(one, name) == value for one in drawn)

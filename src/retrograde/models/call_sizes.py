@@ -128,7 +128,7 @@ class _Phases:
         """Return the arguments, and those of them that want a gradient."""
         pairs = zip(self.leaves, self.places, strict=True)
         leaves = [leaf if n is None else self.state[n] for leaf, n in pairs]
-        args, kwargs, given, _ = enter(leaves, self.wants, self.spec)
+        args, kwargs, given = enter(leaves, self.wants, self.spec)
         return args, kwargs, given
 
     def release_result(self) -> None:

@@ -11,6 +11,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError
@@ -50,14 +51,17 @@ def try_call(
     """
     tensors = tensors_in(given.leaves)
     versions = [version(t) for t in tensors]
-    anchors: list[ref[Tensor]] = []
+    saved: list[ref[Tensor]] = []
     drawn = 0
+
+    def pack(t: Tensor) -> Tensor:
+        saved.append(ref(held := t.detach()))
+        return held
 
     def call() -> Any:
         nonlocal drawn
-        args, kwargs, _, anchor = enter(given.leaves, wants_of(given.leaves), given.spec)
-        anchors.append(ref(anchor))
-        with Draws() as draws:
+        args, kwargs, _ = enter(given.leaves, wants_of(given.leaves), given.spec)
+        with saved_tensors_hooks(pack, lambda t: t), Draws() as draws:
             result = forward(*args, **kwargs)
         drawn = max(drawn, draws.drawn)  # a trial that is watched draws as torch does
         return result
@@ -75,7 +79,10 @@ def try_call(
     )
     decides = trial.decides
     del trial, outputs, made
-    _check_anchors(name, anchors)
+    if any(one() is not None for one in saved):  # what a graph saved lives as long as that
+        gc.collect()  # of cycles
+    if any(one() is not None for one in saved):
+        raise CellError(_LEAVES.format(name, "a place that cannot be found"))
     if decides:
         raise CellError(_DECIDES.format(name))
     for left in tried.unit.ambient.left:
@@ -91,17 +98,16 @@ def wants_of(leaves: Sequence[Any]) -> list[bool]:
 
 def enter(
     leaves: Sequence[Any], wants: Sequence[bool], spec: pytree.TreeSpec | None
-) -> tuple[Any, Any, list[Tensor], Tensor]:
-    """Return arguments without the graph that they came from, and those that want a gradient. The
-    last result is the leaf of the graph that begins with these."""
-    anchor = torch.empty(0, device="cpu", requires_grad=True)
+) -> tuple[Any, Any, list[Tensor]]:
+    """Return arguments without the graph that they came from, and those that want a gradient."""
     given = [leaf.detach() for leaf, want in zip(leaves, wants, strict=True) if want]
     if given and torch.is_grad_enabled():
+        anchor = torch.empty(0, device="cpu", requires_grad=True)
         given = list(_Enter.apply(anchor, *given))  # type: ignore[no-untyped-call]
     rest = iter(given)
     pairs = zip(leaves, wants, strict=True)
     args, kwargs = unflatten([next(rest) if want else x for x, want in pairs], spec)
-    return args, kwargs, given, anchor
+    return args, kwargs, given
 
 
 class _Enter(torch.autograd.Function):
@@ -117,15 +123,6 @@ class _Enter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: object, *gradients: Tensor) -> None:
         raise AssertionError("gradients are taken before they get here")
-
-
-def _check_anchors(name: str, anchors: "Sequence[ref[Tensor]]") -> None:
-    """Refuse a layer that leaves a tensor with a gradient where no search finds it. An anchor lives
-    as long as a graph that the layer's trial made."""
-    if any(anchor() is not None for anchor in anchors):
-        gc.collect()  # of cycles
-        if any(anchor() is not None for anchor in anchors):
-            raise CellError(_LEAVES.format(name, "a place that cannot be found"))
 
 
 _DECIDES = (
