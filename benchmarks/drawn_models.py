@@ -2,8 +2,9 @@
 
 Models are drawn by number (:mod:`oracles.drawn_models`): auxiliary losses in attributes, lists and
 hooks; layers that are skipped at random, by torch or by Python; draws between layers; levels within
-one another; gradients of the output that are expanded or strided. Each is trained for four steps within each of five budgets,
-from the least to all of ordinary backpropagation's memory, beside the same model without a budget.
+one another; gradients of the output that are expanded or strided. Each is trained for four steps
+within each of five budgets, from the least to all of ordinary backpropagation's memory, beside the
+same model without a budget.
 Outputs, gradients and random states must be equal in every bit. From the third step on, the peak
 must be within the budget, and what is told to be held elsewhere.
 

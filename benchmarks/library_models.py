@@ -35,7 +35,7 @@ from retrograde.machine import machine_of, now
 
 RESULTS = Path(__file__).parent / "results"
 SHARES = ("65%", "50%", "30%", "20%", "10%")
-ROUNDS = 3
+ROUNDS = 7
 
 
 def step(case: Case, model: nn.Module) -> Callable[[], list[Tensor]]:
