@@ -277,6 +277,36 @@ def test_what_the_model_makes_for_all_its_blocks_is_told():
     assert working_bytes(model, x) <= division.total_bytes + division.elsewhere_bytes + 2**10
 
 
+class Later(Forked):
+    """Keeps something wide of its own, which nothing saves, while the second loop runs."""
+
+    def __init__(self, wide):
+        super().__init__()
+        self.wide = wide
+
+    def forward(self, x):
+        h = self.embed(x)
+        for block in self.first:
+            h = block(h)
+        kept, h = torch.cat([h + 1] * self.wide, -1), self.middle(h)
+        for block in self.last:
+            h = block(h)
+        return h + kept.unflatten(-1, (self.wide, WIDTH)).sum(-2)
+
+
+@pytest.mark.parametrize("memory", ["least", "60%"])
+@pytest.mark.parametrize("wide", [1, 8, 40])
+def test_what_the_model_keeps_for_later_is_told(wide, memory):
+    plain, model, x = Later(wide), Later(wide), inputs()
+    division = rg.budget(model, least_of(model, x) if memory == "least" else memory, x)
+    state = x.nbytes * WIDTH // 6
+    assert wide * state <= division.elsewhere_bytes <= (wide + 2) * state
+    same(trained(model, x), trained(plain, x))
+    same(trained(model, x), trained(plain, x))
+    allowed = division.total_bytes + division.elsewhere_bytes + 2 * state
+    assert working_bytes(model, x) <= allowed
+
+
 class Staged(nn.Module):
     """Two stages. The first one's output lives in a variable while the second runs."""
 

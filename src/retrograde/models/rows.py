@@ -36,6 +36,7 @@ from retrograde.models.trials import try_call
 from retrograde.plan.calls import Part, held_of
 from retrograde.replay.surroundings import version
 from retrograde.run.transforms import uncompiled
+from retrograde.sizes.elsewhere import Elsewhere
 
 _OUT_OF_TURN = "is not called in turn where gradients are recorded"
 _MARK = "_retrograde_pass"  # an attribute of the tensor that a layer hands on
@@ -214,7 +215,7 @@ class CalledRow:
         self.made = list[list[ref[Tensor]]]()  # its first input and outputs, in that run
         self.kept = set[int]()  # which of these the model keeps for later
         self.lingers = set[tuple[int, int]]()  # calls, and which are still there when they run
-        self.others = list[ref[Tensor]]()  # what its calls hold besides, in that run
+        self.elsewhere: Elsewhere | None = None  # what is held besides, in that run
 
     def install(self) -> None:
         """Pass the calls of the layers to this row from now on."""
@@ -223,17 +224,23 @@ class CalledRow:
 
     def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the call of the model that has this number in the row."""
-        if self.seen is not None:
+        if self.elsewhere is not None:
             if self.events and self.events[-1] is not self:
                 self.events[-1].look()
             self.events.append(self)
+            self.elsewhere.begin((args, kwargs))
+        result = None
         try:
-            return self._call(number, args, kwargs)
+            result = self._call(number, args, kwargs)
+            return result
         except CellError as refusal:
             if self.seen is None or isinstance(refusal, RefusedLayerError):
                 raise
             reason = f"cannot be run again: {refusal}"
             raise RefusedLayerError(*self.calls[number], reason) from refusal
+        finally:
+            if self.elsewhere is not None:
+                self.elsewhere.end(result)
 
     def look(self) -> None:
         """Note which states but the last are still there, after a run on a sample."""
@@ -262,12 +269,12 @@ class CalledRow:
             if self.seen is not None:
                 self.lingers |= {(at, k) for k in self._alive() if 0 < k < at}
             result, now.last = now.calls.run(at, now.kind.units[at], forward, given, made, now.last)
-            if self.seen is not None and now.last is not None:
+            if self.elsewhere is not None and now.last is not None:
                 held = zip(given.leaves, now.last.given, strict=True)
                 state = given.state if at or self.events[0] is not self else None
                 ours = {id(t) for t in tensors_in(state)}
                 rest = [one.value for x, one in held if id(x) not in ours and not hasattr(x, _MARK)]
-                self.others += map(ref, tensors_in(rest))
+                self.elsewhere.hold(tensors_in(rest))
         if now is not None and number + 1 < len(self.calls):
             now.next = number + 1
             if part or k not in now.kind.active:  # the same tensors as before

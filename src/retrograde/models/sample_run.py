@@ -14,7 +14,6 @@ from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +36,7 @@ from retrograde.replay.surroundings import Ambient, put_back
 from retrograde.replay.trial_watch import DrawWatch
 from retrograde.run.transforms import refuse_transforms, uncompiled
 from retrograde.sizes.cache import signature
+from retrograde.sizes.elsewhere import Elsewhere
 
 _USEFUL, _FEW = 0.9, 1 / 64
 _ALMOST_ONE = 1 - 2**-24
@@ -204,7 +204,7 @@ class WatchedRow(Watched):
         self.row.seen = seen = list[Known]()
         self.row.install()
         yield
-        self.row.seen, self.row.made, self.row.events, self.row.others = None, [], [], []
+        self.row.seen, self.row.made, self.row.events, self.row.elsewhere = None, [], [], None
         self.kinds = [kind for kind in seen if kind.is_measured]  # the model ran these to their end
         for kind in {id(kind): kind for kind in self.kinds}.values():
             kind.settle()
@@ -315,30 +315,16 @@ def run_model(model: nn.Module, sample: Any) -> Any:
 
 
 def bytes_elsewhere(model: nn.Module, sample: Any, rows: Sequence[CalledRow]) -> int:
-    """Run a model whose parts are watched. Return the bytes that the rest of it holds for its
-    backward pass, beside its parameters, its input and its output. Masks and the like, which rows
-    are given, are among them: a dropped call holds its arguments."""
-    saved: list[ref[Tensor]] = []
-
-    def pack(t: Tensor) -> Tensor:
-        t = t.detach()  # as an output of its own node it would keep that node alive
-        saved.append(ref(t))
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    """Run a model whose parts are watched. Return the bytes that the rest of it holds, beside its
+    parameters, its input and its output: for its backward pass, or for later while a row runs.
+    Masks and the like, which rows are given, are among them: a dropped call holds its arguments."""
+    elsewhere = Elsewhere()
+    for row in rows:
+        row.elsewhere = elsewhere
+    with torch.autograd.graph.saved_tensors_hooks(elsewhere.pack, lambda t: t), elsewhere:
         output = run_model(model, sample)
-    saved += [one for row in rows for one in row.others]
-    others = [*model.parameters(), *model.buffers(), *tensors_in(sample), *tensors_in(output)]
-    held = [t for reference in saved if (t := reference()) is not None]
-    apart = dict(map(_memory, others))
-    return sum(size for at, size in dict(map(_memory, held)).items() if at not in apart)
-
-
-def _memory(t: Tensor) -> tuple[int, int]:
-    """Return the address and the bytes of a tensor's memory; of a sparse tensor nothing."""
-    if t.layout is not torch.strided:
-        return 0, 0
-    return t.untyped_storage().data_ptr(), t.untyped_storage().nbytes()
+    apart = [*model.parameters(), *model.buffers(), *tensors_in((sample, output))]
+    return elsewhere.held_bytes(apart)
 
 
 def _as_if_recorded(outputs: Any, given: Sequence[Tensor]) -> Any:
