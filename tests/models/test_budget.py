@@ -495,3 +495,33 @@ def test_around_a_compiled_model():
     assert len(division.shares) == 2
     assert isinstance(model.first, rg.LSTM)
     compiled(x).sum().backward()
+
+
+class KeepsWide(nn.Module):
+    """Keeps something wide, which nothing saves, while its second layer runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.LSTM(8, 16), nn.LSTM(16, 16)
+
+    def forward(self, x):
+        h, _ = self.first(x)
+        kept = torch.cat([h * 1.0] * 8, -1)
+        h, _ = self.second(h + 1)
+        return h + kept.unflatten(-1, (8, 16)).sum(-2)
+
+
+def test_what_is_kept_beside_recurrent_modules_is_told():
+    model, x = KeepsWide(), torch.randn(200, 4, 8)
+    division = rg.budget(model, "10%", x)
+    state = 200 * 4 * 16 * 4
+    assert 8 * state <= division.elsewhere_bytes <= 10 * state
+
+    def step():
+        model(x).sum().backward()
+        model.zero_grad(set_to_none=True)
+
+    step()
+    outputs = 3 * state  # those of the layers, and of the model
+    told = division.total_bytes + division.elsewhere_bytes + outputs
+    assert rg.measure(step).working_bytes <= told

@@ -215,7 +215,8 @@ def _watched(
                 rows = [one.row for one in watched if isinstance(one, WatchedRow)]
                 for row in rows:
                     row.events = events
-                elsewhere = bytes_elsewhere(model, sample, rows)
+                modules = [one for one in watched if isinstance(one, WatchedModule)]
+                elsewhere = bytes_elsewhere(model, sample, [*rows, *modules])
         except RefusedLayerError as refusal:
             refused[refusal.name] = refusal.reason
             order.refuse(type(refusal.layer))

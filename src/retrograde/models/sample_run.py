@@ -110,6 +110,7 @@ class WatchedModule(Watched):
         super().__init__(name, title)
         self.module = module
         self.twin: Budgeted = self._named(lambda: twin(module))
+        self.elsewhere: Elsewhere | None = None  # what is held besides, in the run on a sample
 
     def give(self, part: int) -> Iterable[tuple[Watched, int]]:
         self.twin.memory = part
@@ -150,9 +151,13 @@ class WatchedModule(Watched):
             sizes = (tuple(one.batch_sizes.tolist()) for one in packed)
             kind = (*map(signature, given), *sizes)
             self._seen(kind, lambda: self._ask(args, kwargs))
+            assert self.elsewhere is not None
+            self.elsewhere.begin(values)
             with torch.no_grad():
                 outputs = run(*args, **kwargs)
-            return _as_if_recorded(outputs, used)
+            outputs = _as_if_recorded(outputs, used)
+            self.elsewhere.end(outputs)
+            return outputs
 
         return forward
 
@@ -314,13 +319,15 @@ def run_model(model: nn.Module, sample: Any) -> Any:
     return model(sample)
 
 
-def bytes_elsewhere(model: nn.Module, sample: Any, rows: Sequence[CalledRow]) -> int:
+def bytes_elsewhere(
+    model: nn.Module, sample: Any, parts: Sequence[CalledRow | WatchedModule]
+) -> int:
     """Run a model whose parts are watched. Return the bytes that the rest of it holds, beside its
-    parameters, its input and its output: for its backward pass, or for later while a row runs.
+    parameters, its input and its output: for its backward pass, or for later while a part runs.
     Masks and the like, which rows are given, are among them: a dropped call holds its arguments."""
     elsewhere = Elsewhere()
-    for row in rows:
-        row.elsewhere = elsewhere
+    for part in parts:
+        part.elsewhere = elsewhere
     with torch.autograd.graph.saved_tensors_hooks(elsewhere.pack, lambda t: t), elsewhere:
         output = run_model(model, sample)
     apart = [*model.parameters(), *model.buffers(), *tensors_in((sample, output))]
