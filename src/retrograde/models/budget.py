@@ -84,7 +84,7 @@ class Division:
         minimum_bytes: the least budget.
         ordinary_bytes: the memory of ordinary backpropagation of these modules.
         refused: the modules that cannot have a budget, and the reasons.
-        elsewhere_bytes: what the rest of the model holds for its backward pass, beyond the budget.
+        elsewhere_bytes: what the rest of the model holds or keeps for later, beyond the budget.
     """
 
     model: nn.Module = field(repr=False)
