@@ -1,6 +1,5 @@
 """What a program holds besides some of its calls."""
 
-from collections.abc import Iterable
 from typing import Any
 from weakref import ref
 
@@ -8,6 +7,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+
+_MOST = 256  # calls whose beginning is looked at: of thousands, each look would take longer
 
 
 class Elsewhere(TorchFunctionMode):
@@ -20,9 +21,7 @@ class Elsewhere(TorchFunctionMode):
         self._moments: list[dict[int, tuple[int, bool]]] = []  # bytes by address, and if it waits
         self._is_aside = False  # one of the calls runs
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self._made += [] if self._is_aside else _tensors(result)
         return result
@@ -38,12 +37,13 @@ class Elsewhere(TorchFunctionMode):
 
     def begin(self, given: Any) -> None:
         """Note what is there when a call begins, but for what that is given, and others made."""
-        self._made = [one for one in self._made if one() is not None]
-        theirs = _memory([*_tensors(given), *self._theirs])
-        waits = _memory(one for one in self._made if (t := one()) is not None and t.requires_grad)
-        made = _memory(self._made)
-        self._moments.append({at: (made[at], at in waits) for at in made.keys() - theirs.keys()})
         self._is_aside = True
+        if len(self._moments) == _MOST:
+            return
+        self._made = [one for one in self._made if one() is not None]
+        made, theirs = _memory(self._made), _memory([*_tensors(given), *self._theirs])
+        waits = _memory(one for one in self._made if (t := one()) is not None and t.requires_grad)
+        self._moments.append({at: (made[at], at in waits) for at in made.keys() - theirs.keys()})
 
     def end(self, result: Any) -> None:
         """Note the end of a call."""
@@ -64,7 +64,7 @@ def _tensors(value: Any) -> list[ref[Tensor]]:
     return [ref(leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _memory(references: Iterable[ref[Tensor]]) -> dict[int, int]:
+def _memory(references: Any) -> dict[int, int]:
     """Return the bytes of tensors' memory by its address, without that of sparse ones."""
     alive = (t for one in references if (t := one()) is not None and t.layout is torch.strided)
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in alive}
