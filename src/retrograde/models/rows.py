@@ -228,7 +228,7 @@ class CalledRow:
             if self.events and self.events[-1] is not self:
                 self.events[-1].look()
             self.events.append(self)
-            self.elsewhere.begin((args, kwargs))
+            self.elsewhere.begin((args, kwargs), counts=True)
         result = None
         try:
             result = self._call(number, args, kwargs)

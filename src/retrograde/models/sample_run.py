@@ -152,7 +152,7 @@ class WatchedModule(Watched):
             kind = (*map(signature, given), *sizes)
             self._seen(kind, lambda: self._ask(args, kwargs))
             assert self.elsewhere is not None
-            self.elsewhere.begin(values)
+            self.elsewhere.begin(values, counts=False)
             with torch.no_grad():
                 outputs = run(*args, **kwargs)
             outputs = _as_if_recorded(outputs, used)
@@ -330,8 +330,8 @@ def bytes_elsewhere(
         part.elsewhere = elsewhere
     with torch.autograd.graph.saved_tensors_hooks(elsewhere.pack, lambda t: t), elsewhere:
         output = run_model(model, sample)
-    apart = [*model.parameters(), *model.buffers(), *tensors_in((sample, output))]
-    return elsewhere.held_bytes(apart)
+    apart = [*model.parameters(), *model.buffers(), *tensors_in(sample)]
+    return elsewhere.held_bytes(apart, tensors_in(output))
 
 
 def _as_if_recorded(outputs: Any, given: Sequence[Tensor]) -> Any:

@@ -10,12 +10,10 @@ examined at every call. Numbers and texts that a cell reads are part of its key,
 a step may depend on them.
 """
 
-import sys
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, TypeVar, cast
@@ -33,7 +31,6 @@ from retrograde.sizes.allocations import is_profiled
 T = TypeVar("T")
 
 _MOST = 48
-_PATIENCE = 5.0  # seconds
 _PLAIN: tuple[type, ...] = (int, float, complex, str, bytes, type(None), type)
 _PLAIN += (torch.dtype, torch.device, np.generic, Enum)
 
@@ -72,8 +69,7 @@ class LRUCache(Generic[T]):
             known = self._look_up(key)
             if known is None:
                 exact = not is_profiled()  # with another profiler, bytes are not quite certain
-                with _told_if_slow():
-                    known = _Known(find(), [weakref.ref(value) for value in of])
+                known = _Known(find(), [weakref.ref(value) for value in of])
                 if exact:
                     self._keep(key, known)
         return known.result
@@ -93,22 +89,6 @@ class LRUCache(Generic[T]):
             self._found[key] = known
             while len(self._found) > self._most:
                 self._found.popitem(last=False)
-
-
-@contextmanager
-def _told_if_slow() -> Iterator[None]:
-    """Give notice on the terminal, on the error stream, if a measurement takes some seconds."""
-    if sys.stderr is None or not sys.stderr.isatty() or MEASURING.depth > 1:
-        yield
-        return
-    text = "retrograde is measuring the memory of a first call of this kind …"
-    timer = threading.Timer(_PATIENCE, print, [text], {"file": sys.stderr, "flush": True})
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 class CellFits(LRUCache[T]):
