@@ -99,6 +99,14 @@ OPERATIONS = {
     ],
     "Relu": [lambda x, m: functional.relu(x * m.weight), lambda x, m: (x * m.weight).relu_()],
     "LeakyRelu": [lambda x, m: functional.leaky_relu(x, 0.3)],
+    "PreluKernel": [
+        lambda x, m: functional.prelu(x * m.weight, m.bias),
+        lambda x, m: functional.prelu(x, m.weight.detach()),
+    ],
+    "UpsampleNearest2D": [
+        lambda x, m: functional.interpolate((x * x)[None, None], scale_factor=2)[0, 0],
+        lambda x, m: functional.interpolate((x * x)[None, None], size=(60, 99))[0, 0],
+    ],
     "Hardtanh": [lambda x, m: functional.relu6(x)],
     "Hardswish": [lambda x, m: functional.hardswish(x)],
     "Clamp": [lambda x, m: x.clamp(-0.5, 0.5), lambda x, m: x.clamp(min=0.1)],
@@ -145,6 +153,13 @@ OPERATIONS = {
             x.t().contiguous().t(), None, None, m.weight, None, True
         ),
     ],
+    "NativeBatchNorm of instances": [
+        lambda x, m: functional.instance_norm(x.view(6, 8, 64)).view_as(x),
+        lambda x, m: functional.instance_norm(
+            x.view(3, 16, 64), weight=m.weight[:16], bias=m.bias[:16]
+        ).view_as(x),
+    ],
+    "Repeat": [lambda x, m: x.exp().repeat(2, 2)],
     "Cat": [lambda x, m: torch.cat([x * x, x.exp()], -1)],
     "Stack": [lambda x, m: torch.stack([x * x, x.exp()]).sum(0) * x],
     "Roll": [lambda x, m: (x * x).roll((1, 2), (0, 1))],
@@ -165,7 +180,7 @@ def test_an_operation_is_computed_again_in_the_same_bits(name, train):
     for function in OPERATIONS[name]:
         model = Apply(function).train(train)
         context = check(model, torch.randn(48, 16))
-        assert name in context.let_go_bytes or name in ("Stack",), context
+        assert name.split()[0] in context.let_go_bytes or name in ("Stack",), context
 
 
 def test_each_row_of_the_table_is_tried():

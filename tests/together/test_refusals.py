@@ -21,6 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 import retrograde as rg
 from oracles.drawn_models import BUDGETS, draw, read
+from retrograde.models.call_sizes import Known
+from retrograde.models.refill import DROPPED
+from retrograde.plan.calls import Part, peak_of
 
 WIDTH = 24
 LOSS = 8  # bytes of a loss and of its gradient
@@ -566,6 +569,19 @@ def test_drawn_models_are_right_within_their_budgets_or_refused(number, small_he
         assert reading.good, reading
         if reading.refused:
             return
+
+
+def test_a_group_runs_again_beside_what_was_made_of_a_gradient(monkeypatch):
+    """An addition reads nothing saved: autocast casts its gradient before a group is run again."""
+    pair = Part(0, 2, parts=(Part(0, 1, DROPPED), Part(1, 2)))
+    four = Part(0, 4, parts=(pair, Part(2, 3, DROPPED), Part(3, 4)))
+    plan, kinds = (Part(0, 6, parts=(four, Part(4, 5, DROPPED), Part(5, 6))),), []
+    plan += Part(6, 7), Part(7, 8)
+    monkeypatch.setattr(Known, "plan", lambda kind, _: kinds.append(kind) or plan)
+    reading = read(278, 0.0)
+    assert reading.drawn.autocast
+    assert not reading.wrong
+    assert 0 < reading.peak_bytes <= peak_of(kinds[-1].sizes, plan)
 
 
 def test_the_drawn_models_are_of_all_kinds():

@@ -20,7 +20,7 @@ from retrograde.errors import BudgetError, CellError
 from retrograde.machine import now
 from retrograde.models.given import Given, tensors_in
 from retrograde.models.refill import DROPPED, DROPPED_LEAN, KEPT, LEAN, Row, Unit
-from retrograde.models.trials import enter, make_of, parts_of, tensors_of, texts_of, wants_of
+from retrograde.models.trials import Leave, enter, make_of, parts_of, tensors_of, texts_of, wants_of
 from retrograde.plan.calls import (
     CallSizes,
     Part,
@@ -39,26 +39,9 @@ from retrograde.sizes.cache import LRUCache
 from retrograde.units import format_bytes
 
 _MARK_BYTES = 8  # one number, which tells a generator's position before and after a run
+_AGAIN_BYTES = 1013  # that no other tensor has
 _ROUNDS = 3
 _MORE_SECONDS = 0.03  # a call that takes longer in all ways is timed once more, not thrice
-
-
-class _Leave(torch.autograd.Function):
-    """The end of a recorded call, whose backward pass takes the gradients out of ``seeds``.
-
-    ``torch.autograd.grad`` would hold gradients passed to it until it returns.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, seeds: list[Tensor], *state: Tensor) -> Tensor:
-        ctx.seeds = seeds
-        return torch.empty(0, device=state[0].device)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        found = (None, *ctx.seeds)
-        ctx.seeds.clear()
-        return found
 
 
 class _Phases:
@@ -109,11 +92,10 @@ class _Phases:
         args, kwargs, _ = self._arguments()
         with unsaved(), self.unit.drawing():
             self.result = [t.detach() for t in tensors_in(self.unit.forward(*args, **kwargs))]
-        memory = {s.data_ptr(): s.nbytes() for s in _memory(self.state)}
-        handed = {s.data_ptr() for s in _memory(tensors_in(self.result))}
-        self.handed = sum(size for at, size in memory.items() if at in handed)
-        given = {s.data_ptr() for s in _memory(tensors_in((args, kwargs)))}
-        self.hands_on = not given.isdisjoint(handed)
+        every = self.state, tensors_in(self.result), tensors_in((args, kwargs))
+        state, result, given = map(_memory, every)
+        self.handed = sum(size for at, size in state.items() if at in result)
+        self.hands_on = not given.keys().isdisjoint(result)
 
     def record(self, way: int) -> None:
         """Run the call as a plan that keeps it in this way does."""
@@ -122,7 +104,12 @@ class _Phases:
             self.edges = [get_gradient_edge(t) for t in wanted]
             wanted.clear()
             row, given = Row((Part(0, 1, way),)), Given(args, kwargs)
-            self.result, _ = row.run(0, self.unit, self.unit.forward, given, (), None)
+            unit = replace(self.unit, forward=self._again)
+            self.result, _ = row.run(0, unit, self.unit.forward, given, (), None)
+
+    def _again(self, *args: Any, **kwargs: Any) -> Any:
+        torch.empty(_AGAIN_BYTES, dtype=torch.uint8, device=self.device)  # marks when it runs again
+        return self.unit.forward(*args, **kwargs)
 
     def _arguments(self) -> tuple[Any, Any, list[Tensor]]:
         """Return the arguments, and those of them that want a gradient."""
@@ -137,7 +124,7 @@ class _Phases:
         self.gradients = [t.nbytes for t in found]
         if found:
             with torch.enable_grad():
-                self.root = [get_gradient_edge(_Leave.apply(self.seeds, *found))]  # type: ignore[no-untyped-call]
+                self.root = [get_gradient_edge(Leave.apply(self.seeds, *found))]  # type: ignore[no-untyped-call]
         self.result = None
 
     def release_state(self) -> None:
@@ -173,8 +160,9 @@ def _accumulated(leaf: Tensor, gradient: Tensor) -> Tensor | None:
     return None if alike else torch.empty_like(leaf)
 
 
-def _memory(tensors: Sequence[Tensor]) -> list[torch.UntypedStorage]:
-    return [t.untyped_storage() for t in tensors]
+def _memory(tensors: Sequence[Tensor]) -> dict[int, int]:
+    """Return the bytes of tensors' memory by its address."""
+    return {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}
 
 
 _AGAIN = {KEPT: DROPPED, LEAN: DROPPED_LEAN}  # ways of which both reruns are alike
@@ -414,7 +402,7 @@ def _sizes(one: _Phases, found: Sequence[Phase], seconds: dict[int, float]) -> C
     on_gpu = one.device.type == "cuda"
     captured = [t for t in one.unit.ambient.capture() if isinstance(t, Tensor)]
     noted = sum(t.nbytes for t in captured if t.is_cuda == on_gpu)  # also held while it runs again
-    ways = {}
+    ways, waits = {}, 0
     for k, way in enumerate(_ORDER):
         first = 5 + 6 * k
         record, less_result, less_state, back = found[first : first + 4]
@@ -431,6 +419,9 @@ def _sizes(one: _Phases, found: Sequence[Phase], seconds: dict[int, float]) -> C
             keeps_output=keeps_output,
             dropped=way in (DROPPED, DROPPED_LEAN),
         )
+        if way == DROPPED:  # before it reads anything saved, which an addition does not
+            begun = [*back.sizes, _AGAIN_BYTES].index(_AGAIN_BYTES)
+            waits = int(back.sizes[:begun].sum()) - noted if begun < len(back.sizes) else 0
     turned = ways[_TURNED].backward_bytes - ways[KEPT].backward_bytes
     return CallSizes(
         input_bytes=given,
@@ -444,7 +435,7 @@ def _sizes(one: _Phases, found: Sequence[Phase], seconds: dict[int, float]) -> C
         turned_bytes=max(0, turned),
         hands_on=one.hands_on,
         handed_bytes=one.handed,
-        gradient_bytes=sum(one.gradients) + _MARK_BYTES,
+        gradient_bytes=max(waits, sum(one.gradients)) + _MARK_BYTES,
         apart_bytes=one.apart,
         backward_seconds=max(0.0, seconds[KEPT] - seconds[_FORWARD]),
     )

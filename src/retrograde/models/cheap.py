@@ -72,7 +72,7 @@ def _cast(node: Any, nr: int, edges: Any) -> Operation | None:
 _OPERATORS = {
     1: "Add.Tensor Sub.Tensor Rsub1.Scalar Mul.Tensor Mul1.Scalar Div.Tensor Div1.Scalar Neg Abs "
     "Relu Pow.Tensor_Scalar LeakyRelu Hardtanh Hardswish Clamp1 Reciprocal Cat Stack Roll "
-    "Embedding",
+    "Repeat Embedding",
     1.5: "Silu Gelu Sigmoid Glu Sqrt Rsqrt NativeGroupNorm",
     3: "NativeLayerNorm",
     4: "Exp",
@@ -92,6 +92,9 @@ _FUNCTIONS: list[tuple[str, Callable[..., Any], float, str]] = [
      _NORM + "Tensor running_mean, Tensor running_var, float eps"),
     ("NativeDropout", lambda x, mask, p: _aten.native_dropout_backward(x, mask, 1 / (1 - p)), 1,
      "Tensor input, Tensor result1, float p"),
+    ("PreluKernel", _aten._prelu_kernel, 1, "Tensor self, Tensor weight"),
+    ("UpsampleNearest2D", _aten.upsample_nearest2d, 1,
+     "Tensor self, int output_size, float? scales_h, float? scales_w"),
     ("ToCopy", torch.Tensor.to, 1, "Tensor self, int dtype"),
     ("Clone", lambda x: x, 1, "Tensor self"),
     *((name, torch.reshape, 0, "Tensor self, int shape")

@@ -289,8 +289,10 @@ def _note_of(*argument: Any) -> Callable[..., None]:
     """Note an argument that the node does not keep."""
 
     def note(tape: LeanTape, node: Any, args: Any, kwargs: Any) -> None:
-        if "Norm" in node.name():  # elsewhere it is made of other operations
-            one = _argument(args, kwargs, *argument)
+        one = _argument(args, kwargs, *argument)
+        if one is None and node.name() == "ViewBackward0":  # an instance normalisation
+            node = node.next_functions[0][0]
+        if node is not None and "Norm" in node.name():  # elsewhere it is made of other operations
             node.metadata[KNOWN] = Versioned(one, one._version) if isinstance(one, Tensor) else one
 
     return note
@@ -348,6 +350,7 @@ _NOTES: dict[Any, Callable[..., None]] = {
 for _place in (functional, torch):
     _NOTES[_place.layer_norm] = _note_of(4, "eps", 1e-5)
     _NOTES[_place.group_norm] = _note_of(3, "bias", None)
+    _NOTES[_place.instance_norm] = _note_of(4 if _place is functional else 2, "bias", None)
     _NOTES[_place.dropout] = _note_noise_of(1, "p", 0.5)
 for _name in ("add", "sub", "subtract", "rsub"):
     _NOTES[getattr(torch, _name)] = _note_number

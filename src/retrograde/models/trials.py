@@ -110,6 +110,24 @@ def enter(
     return args, kwargs, given
 
 
+class Leave(torch.autograd.Function):
+    """The end of a recorded call, whose backward pass takes the gradients out of ``seeds``.
+
+    ``torch.autograd.grad`` would hold gradients passed to it until it returns.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, seeds: list[Tensor], *state: Tensor) -> Tensor:
+        ctx.seeds = seeds
+        return torch.empty(0, device=state[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        found = (None, *ctx.seeds)
+        ctx.seeds.clear()
+        return found
+
+
 class _Enter(torch.autograd.Function):
     """Tensors in the form that a preceding layer would have returned.
 

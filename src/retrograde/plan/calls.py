@@ -80,7 +80,8 @@ class CallSizes:
         hands_on: whether its result shares memory with what it is given.
         handed_bytes: of that, what the call before made.
         backward_seconds: the time of its backward pass, and what recording it takes longer.
-        gradient_bytes: of the gradient of its output, which is held while a group runs again.
+        gradient_bytes: of the gradient of its output, and what its backward pass makes of it before
+            it reads anything saved, which is held while a group runs again.
         apart_bytes: of the memory of a gradient that it hands on, beyond the gradient's own.
         begins: whether its input is the caller's, not the output of the call before. No group
             passes it.
