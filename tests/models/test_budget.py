@@ -519,7 +519,7 @@ def test_what_is_kept_beside_recurrent_modules_is_told(before):
     model, x = KeepsWide(before), torch.randn(200, 4, 8)
     division = rg.budget(model, "20%", x)
     state = 200 * 4 * 16 * 4
-    assert 8 * state <= division.elsewhere_bytes <= 10 * state
+    assert 9 * state <= division.elsewhere_bytes <= 10 * state  # the wide one, and an input
 
     def step():
         model(x).sum().backward()
