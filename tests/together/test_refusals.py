@@ -575,8 +575,8 @@ def test_a_group_runs_again_beside_what_was_made_of_a_gradient(monkeypatch):
     """An addition reads nothing saved: autocast casts its gradient before a group is run again."""
     pair = Part(0, 2, parts=(Part(0, 1, DROPPED), Part(1, 2)))
     four = Part(0, 4, parts=(pair, Part(2, 3, DROPPED), Part(3, 4)))
-    plan, kinds = (Part(0, 6, parts=(four, Part(4, 5, DROPPED), Part(5, 6))),), []
-    plan += Part(6, 7), Part(7, 8)
+    six = Part(0, 6, parts=(four, Part(4, 5, DROPPED), Part(5, 6)))
+    plan, kinds = (six, Part(6, 7), Part(7, 8)), []
     monkeypatch.setattr(Known, "plan", lambda kind, _: kinds.append(kind) or plan)
     reading = read(278, 0.0)
     assert reading.drawn.autocast

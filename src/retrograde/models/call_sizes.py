@@ -39,7 +39,7 @@ from retrograde.sizes.cache import LRUCache
 from retrograde.units import format_bytes
 
 _MARK_BYTES = 8  # one number, which tells a generator's position before and after a run
-_AGAIN_BYTES = 1013  # that no other tensor has
+_RERUN_BYTES = 1013  # that no other tensor has
 _ROUNDS = 3
 _MORE_SECONDS = 0.03  # a call that takes longer in all ways is timed once more, not thrice
 
@@ -108,7 +108,7 @@ class _Phases:
             self.result, _ = row.run(0, unit, self.unit.forward, given, (), None)
 
     def _again(self, *args: Any, **kwargs: Any) -> Any:
-        torch.empty(_AGAIN_BYTES, dtype=torch.uint8, device=self.device)  # marks when it runs again
+        torch.empty(_RERUN_BYTES, dtype=torch.uint8, device=self.device)  # marks when it runs again
         return self.unit.forward(*args, **kwargs)
 
     def _arguments(self) -> tuple[Any, Any, list[Tensor]]:
@@ -420,7 +420,7 @@ def _sizes(one: _Phases, found: Sequence[Phase], seconds: dict[int, float]) -> C
             dropped=way in (DROPPED, DROPPED_LEAN),
         )
         if way == DROPPED:  # before it reads anything saved, which an addition does not
-            begun = [*back.sizes, _AGAIN_BYTES].index(_AGAIN_BYTES)
+            begun = [*back.sizes, _RERUN_BYTES].index(_RERUN_BYTES)
             waits = int(back.sizes[:begun].sum()) - noted if begun < len(back.sizes) else 0
     turned = ways[_TURNED].backward_bytes - ways[KEPT].backward_bytes
     return CallSizes(

@@ -29,6 +29,7 @@ class _Memory:
     tensors: dict[int, ref[Tensor]] = field(default_factory=dict)
 
     def close(self, now: int, then: float) -> None:
+        """Note that nothing but calls holds it from the call ``now`` to the call ``then``."""
         if self.since < now:
             self.spans.append((int(self.since), now))
         self.since = max(self.since, then)
@@ -78,11 +79,12 @@ class Elsewhere(TorchFunctionMode):
 
     def held_bytes(self, apart: Any, results: Any) -> int:
         """Return the most bytes that were held, but for memory of ``apart`` and of ``results``."""
-        apart = {_key(t) for t in _tensors((apart, results))}
+        known = {_key(t) for t in _tensors((apart, results))}
         alive = (t.untyped_storage() for one in self._saved if (t := one()) is not None)
         saved = {storage._cdata: storage.nbytes() for storage in alive}
         saved |= {key: one.nbytes for key, one in self._inputs.items()}
-        rest = [one for key, one in [*self._memory.items()] if key not in apart | saved.keys()]
+        either = known | saved.keys()
+        rest = [one for key, one in [*self._memory.items()] if key not in either]
         stays = sum(one.nbytes for one in rest if one.tensors and one.since < math.inf)
         for one in rest:
             if one.tensors:
@@ -90,7 +92,7 @@ class Elsewhere(TorchFunctionMode):
         forward = _most((one.nbytes, *span) for one in rest for span in one.spans)
         there = [t() for one in [*self._memory.values()] for t in one.tensors.values()]
         backward = _most(self._waiting(there, results))
-        return sum(saved[k] for k in saved.keys() - apart) + max(forward, stays + backward)
+        return sum(saved[key] for key in saved.keys() - known) + max(forward, stays + backward)
 
     def _note(self, result: Any) -> list[_Memory]:
         """Return the memory of tensors that are there from now on."""
@@ -126,13 +128,12 @@ class Elsewhere(TorchFunctionMode):
                 continue
             visited.add(node)
             for inner, nr in node.next_functions:
-                if inner is None or (like := inner._input_metadata[nr]).is_cpp_nested_tensor:
+                if inner is None:
                     continue
                 pending.append(inner)
-                key, nbytes = (
-                    (inner._sequence_nr(), nr),
-                    math.prod(like.shape) * like.dtype.itemsize,
-                )
+                key, like = (inner._sequence_nr(), nr), inner._input_metadata[nr]
+                nested = like.is_cpp_nested_tensor  # which has no shape
+                nbytes = 0 if nested else math.prod(like.shape) * like.dtype.itemsize
                 last[key] = max(last.get(key, (0, 0)), (node._sequence_nr(), nbytes))
         for (made, _), (used, nbytes) in last.items():
             first, stop = bisect_right(self._begins, made), bisect_right(self._ends, used)
