@@ -19,6 +19,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import asdict
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -33,10 +34,10 @@ RESULTS = Path(__file__).parent / "results"
 MODELS = 300
 
 
-def readings(number: int) -> list[Reading]:
+def readings(number: int, device: str) -> list[Reading]:
     """One model within all budgets."""
     torch.set_num_threads(1)
-    return [read(number, share) for share in BUDGETS]
+    return [read(number, share, device=device) for share in BUDGETS]
 
 
 def outcome(reading: Reading) -> str:
@@ -63,11 +64,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", type=int, default=MODELS)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
     start = time.perf_counter()
     numbers = range(options.first, options.first + options.models)
-    with get_context("spawn").Pool(2, maxtasksperchild=50) as pool:
-        found = [one for each in pool.imap(readings, numbers) for one in each]
+    ours = partial(readings, device=options.device)
+    with get_context("spawn").Pool(options.processes, maxtasksperchild=50) as pool:
+        found = [one for each in pool.imap(ours, numbers) for one in each]
     counts = Counter(map(outcome, found))
     bad = [one for one in found if not (one.good or one.refused)]
     reasons = Counter(reason(one) for one in found if one.refused)
@@ -81,7 +85,7 @@ def main() -> None:
         print(f"  {outcome(one)}: {one}")
     if options.models >= MODELS:
         document = {
-            "machine": machine_of("cpu"),
+            "machine": machine_of(options.device),
             "models": len(numbers),
             "budgets": BUDGETS,
             "slack_bytes": SLACK_BYTES,
@@ -92,7 +96,7 @@ def main() -> None:
             "bad": [asdict(one) for one in bad],
             "seconds": round(time.perf_counter() - start, 1),
         }
-        path = RESULTS / "drawn_models_cpu.json"
+        path = RESULTS / f"drawn_models_{options.device}.json"
         path.write_text(json.dumps(document, indent=1) + "\n")
         print(f"written to {path}")
 

@@ -18,6 +18,7 @@ from retrograde.models.rows import RowForward
 from retrograde.plan.calls import Part
 
 WIDTH = 24
+LOSS = 64  # bytes of a loss and of its gradient
 
 
 class Block(nn.Module):
@@ -225,6 +226,96 @@ def test_states_that_are_kept_for_later_count_until_their_blocks_go_back(memory)
         same(trained(model, x), trained(plain, x))
     allowed = division.total_bytes + division.elsewhere_bytes + 2 * x.nbytes * WIDTH // 6
     assert working_bytes(model, x) <= allowed
+
+
+class Decoding(Forked):
+    """The second loop is given the output of the first."""
+
+    def forward(self, x):
+        h = self.embed(x)
+        for block in self.first:
+            h = block(h)
+        y = self.embed(x)
+        for block in self.last:
+            y = block(y, memory=h)
+        return y
+
+
+@pytest.mark.quick(3)
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9])
+def test_what_a_later_row_is_given_counts_until_the_first_goes_back(share):
+    """However the first row's last block is kept: by itself, or in a group."""
+    plain, model, x = Decoding(), Decoding(), inputs(32, 6)
+    least, most = least_of(model, x), rg.budget(Decoding(), "100%", x).ordinary_bytes
+    division = rg.budget(model, least + int(share * (most - least)), x)
+    for _ in range(2):
+        same(trained(model, x), trained(plain, x))
+    result = 4 * len(x) * x.shape[1] * WIDTH
+    allowed = division.total_bytes + division.elsewhere_bytes + result + LOSS
+    assert working_bytes(model, x) <= allowed
+
+
+class Levels(nn.Module):
+    """A U-Net whose rows are single blocks; some outputs wait for one that is called later."""
+
+    def __init__(self, skips):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.skips = nn.Linear(6, WIDTH), skips
+        self.blocks = nn.ModuleList(nn.Sequential(Block(), Block()) for _ in range(5))
+
+    def forward(self, x):
+        h, kept = self.embed(x), []
+        for k, blocks in enumerate(self.blocks):
+            h = 1.5 * blocks[1](blocks[0](h))
+            if k in self.skips:
+                kept.append(h)
+            if k > 2 and kept:
+                h = h + kept.pop().flip(0)
+        return h
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.7])
+@pytest.mark.parametrize("skips", [(), (0,), (0, 1)])
+def test_outputs_of_rows_count_while_they_wait(skips, share):
+    plain, model, x = Levels(skips), Levels(skips), inputs(8, 16)
+    least, most = least_of(model, x), rg.budget(Levels(skips), "100%", x).ordinary_bytes
+    division = rg.budget(model, least + int(share * (most - least)), x)
+    for _ in range(2):
+        same(trained(model, x), trained(plain, x))
+    state = 4 * len(x) * x.shape[1] * WIDTH
+    allowed = division.total_bytes + division.elsewhere_bytes + 2 * state
+    assert working_bytes(model, x) <= allowed
+    assert most <= working_bytes(plain, x) + 3 * state
+
+
+class Wide(nn.Module):
+    """The output of its first block is joined to something wider, which the last one is given."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.down = nn.Linear(6, WIDTH), Block()
+        self.below = nn.ModuleList(Block() for _ in range(3))
+        self.up = nn.Sequential(nn.Linear(9 * WIDTH, WIDTH), nn.Tanh())
+
+    def forward(self, x):
+        h = self.down(self.embed(x))
+        y = h * 0.5
+        for block in self.below:
+            y = block(y)
+        return self.up(torch.cat([h, *[y] * 8], -1))
+
+
+def test_a_gradient_that_waits_is_counted_with_all_of_its_memory():
+    plain, model, x = Wide(), Wide(), inputs(32, 6)
+    division = rg.budget(model, least_of(model, x), x)
+    for _ in range(2):
+        same(trained(model, x), trained(plain, x))
+    state = 4 * len(x) * x.shape[1] * WIDTH
+    told = division.total_bytes + division.elsewhere_bytes
+    assert 9 * state < working_bytes(model, x) <= told + state + LOSS
 
 
 class Level(nn.Module):

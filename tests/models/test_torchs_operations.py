@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 import retrograde as rg
 from retrograde.models import recipes, tape
+from retrograde.sizes import elsewhere
 
 _SAMPLES = 2  # of each operation; torch's first ones are the most different
 _FEWEST = 500  # passes that let something go
@@ -131,6 +132,42 @@ def test_every_operation_of_torch(op_db, turn, dtype, part):
                 lean += context is not None and bool(context.let_go_bytes)
                 assert _equal(found, expected), (op.name, number, call is op)
     assert lean > _FEWEST / _PARTS
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("part", range(_PARTS))
+def test_nodes_that_hand_on_a_gradients_memory_are_known(op_db, part):
+    """Elsewhere, what waits is counted by the memory that it may lie in."""
+    seen = 0
+    for op in op_db[part::_PARTS]:
+        if not op.supports_autograd or torch.float32 not in op.supported_backward_dtypes("cpu"):
+            continue
+        samples = op.sample_inputs("cpu", torch.float32, requires_grad=True)
+        for _, sample in zip(range(6), samples, strict=False):
+            with contextlib.suppress(RuntimeError, NotImplementedError):
+                result = op(sample.input, *sample.args, **sample.kwargs)
+                for node, handed in _handed_on(pytree.tree_leaves(result)):
+                    seen += 1
+                    assert elsewhere.hands_on(node, handed), (op.name, node.name(), handed)
+    assert seen > 10
+
+
+def _handed_on(results):
+    """Yield the nodes behind some results, and which of their inputs get the given memory."""
+    pending = [t.grad_fn for t in results if isinstance(t, Tensor) and t.grad_fn is not None]
+    done = set()
+    while pending:
+        if (node := pending.pop()) in done or "Backward" not in node.name():
+            continue
+        done.add(node)
+        pending += [inner for inner, _ in node.next_functions if inner is not None]
+        with contextlib.suppress(Exception):  # a node that wants more than plain gradients
+            given = [torch.randn(*like.shape, dtype=like.dtype) for like in node._input_metadata]
+            found = node(*given)
+            memory = {t.untyped_storage().data_ptr() for t in given if t.numel()}
+            for at, t in enumerate(found if isinstance(found, tuple) else (found,)):
+                if type(t) is Tensor and t.numel() and t.untyped_storage().data_ptr() in memory:
+                    yield node, at
 
 
 def test_complex_numbers_are_kept():

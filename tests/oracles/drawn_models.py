@@ -64,7 +64,7 @@ class Block(nn.Module):
             return x
         y = self.inner(x)
         if self.training and self.skip == "mask":
-            y = x + (y - x) * torch.bernoulli(torch.full((len(x), 1), 1 - self.p))
+            y = x + (y - x) * torch.bernoulli(torch.full((len(x), 1), 1 - self.p, device=x.device))
         if self.leaves == "attribute":
             self.aux = y.square().mean()
         elif self.leaves == "detached":
@@ -145,15 +145,15 @@ class Drawn:
     autocast: bool
     levels: bool
 
-    def model(self):
-        model = self.trained()
+    def model(self, device):
+        model = self.trained().to(device)
         for k, p in enumerate(model.parameters()):
             frozen = {"": False, "weights": p.dim() > 1, "biases": p.dim() == 1, "some": k % 3 == 1}
             p.requires_grad_(not frozen[self.frozen])
         return model
 
-    def casts(self):
-        return torch.autocast("cpu", torch.bfloat16, enabled=self.autocast)
+    def casts(self, device):
+        return torch.autocast(device, torch.bfloat16, enabled=self.autocast)
 
     def trained(self):
         torch.manual_seed(self.number)
@@ -184,9 +184,9 @@ class Drawn:
         drop = self.skip.removeprefix("model ") if self.skip.startswith("model ") else ""
         return Model(layers, drop, self.p, self.between, registry)
 
-    def input(self):
+    def input(self, device):
         torch.manual_seed(self.number + 1)
-        return torch.randn(self.batch, self.width, requires_grad=self.number % 2 == 0)
+        return torch.randn(self.batch, self.width).to(device).requires_grad_(self.number % 2 == 0)
 
 
 def draw(number):
@@ -235,7 +235,7 @@ def auxiliary(model):
     return [t for t in (*left, *model.registry.losses) if t.requires_grad]
 
 
-def given_gradient(drawn):
+def given_gradient(drawn, device):
     """The gradient of the output, as the loss hands it in; None for a loss that is a sum. Under
     autocast all are, since a gradient would be cast to the type of the output."""
     if drawn.autocast:
@@ -243,10 +243,10 @@ def given_gradient(drawn):
     torch.manual_seed(drawn.number + 2)
     shape = drawn.batch, drawn.width
     if drawn.loss == "strided":
-        return torch.randn(shape[::-1]).t()
+        return torch.randn(shape[::-1]).to(device).t()
     if drawn.loss == "expanded":
-        return torch.randn(drawn.width).expand(shape)
-    return torch.randn(shape) if drawn.loss == "dense" else None
+        return torch.randn(drawn.width).to(device).expand(shape)
+    return torch.randn(shape).to(device) if drawn.loss == "dense" else None
 
 
 def step(drawn, model, x, seed, gradient):
@@ -254,7 +254,7 @@ def step(drawn, model, x, seed, gradient):
     model.registry.losses.clear()
     torch.manual_seed(seed)
     random.seed(seed)
-    with drawn.casts():
+    with drawn.casts(x.device.type):
         y = model(x)
     more = auxiliary(model)
     if gradient is None:
@@ -269,7 +269,7 @@ def step(drawn, model, x, seed, gradient):
 def left_behind(model, x):
     """Everything that a step leaves behind, to compare."""
     grads = [p.grad for p in (*model.parameters(), x)]
-    return [*grads, torch.rand(2), random.random()]
+    return [*grads, torch.rand(2), torch.rand(2, device=x.device), random.random()]
 
 
 def equal(a, b):
@@ -316,7 +316,7 @@ def budgeted(drawn, model, x, share):
         model.registry = registry
 
     def apply(memory):
-        with drawn.casts():
+        with drawn.casts(x.device.type):
             if drawn.how == "loop":
                 return rg.budget(model, memory, (x,))
             model.memory = memory
@@ -332,14 +332,14 @@ def budgeted(drawn, model, x, share):
     return model, total, getattr(found, "elsewhere_bytes", 0)
 
 
-def read(number, share, steps=4):
+def read(number, share, steps=4, device="cpu"):
     """Train a drawn model within a budget, beside the same model without one."""
     drawn = draw(number)
-    plain, ours, x = drawn.model(), drawn.model(), drawn.input()
+    plain, ours, x = drawn.model(device), drawn.model(device), drawn.input(device)
     theirs_x = x.detach().clone().requires_grad_(x.requires_grad)
     torch.manual_seed(number + 3)
     random.seed(number + 3)
-    gradient = given_gradient(drawn)
+    gradient = given_gradient(drawn, device)
     try:
         ours, total, elsewhere = budgeted(drawn, ours, x, share)
     except rg.RetrogradeError as refusal:
@@ -352,7 +352,9 @@ def read(number, share, steps=4):
             clear(plain, theirs_x)
             try:
                 if seed > 1:  # the first two measure layers, before and after a value is left
-                    measured = rg.measure(partial(step, drawn, ours, x, seed, gradient))
+                    measured = rg.measure(
+                        partial(step, drawn, ours, x, seed, gradient), device=device
+                    )
                     y, peak = measured.value, max(peak, measured.working_bytes)
                 else:
                     y = step(drawn, ours, x, seed, gradient)

@@ -9,6 +9,7 @@ import pytest
 from retrograde.plan.calls import (
     CallSizes,
     Part,
+    Waits,
     Way,
     fastest,
     kept_whole,
@@ -69,7 +70,10 @@ def every(calls, i, k):
 def test_the_plan_is_the_best_of_all(seed, rows):
     calls = drawn(seed)
     if rows > 1:
-        calls = one_after_the_other([calls[:3], drawn(seed + 1000)[:3], drawn(seed + 2000)[:1]])
+        rows = [calls[:3], drawn(seed + 1000)[:3], drawn(seed + 2000)[:1]]
+        calls = one_after_the_other(
+            rows, [Waits(1 + seed % 3, 3 - seed % 2), Waits(3, 2, 1.5), Waits(3, 3)]
+        )
     found = [(peak_of(calls, p), seconds_of(calls, p)) for p in every(calls, 0, len(calls))]
     smallest = least(calls)
     assert smallest == min(peak for peak, _ in found)
@@ -96,11 +100,29 @@ def test_a_peak_by_hand():
 def test_rows_one_after_the_other_share_their_memory():
     """While the first goes back, what the second held is free."""
     ways = Way(40, 50, 60), Way(0, 12, 60, 1.0, dropped=True)
-    row = [CallSizes(10, 10, 12, 1.0, ways)] * 2
-    apart, both = peak_of(row, kept_whole(row)), one_after_the_other([row, row])
+    row = [CallSizes(10, 10, 12, 1.0, ways, gradient_bytes=7)] * 2
+    apart, both = (
+        peak_of(row, kept_whole(row)),
+        one_after_the_other([row, row], [Waits(1, 1), Waits(2, 2)]),
+    )
     assert apart == 40 + 10 + 60
     assert peak_of(both, kept_whole(both)) == (40 + 10 + 40) + 10 + apart
     assert least(both) == 10 + 60 + 10  # the first row is one group
+
+
+@pytest.mark.parametrize("runs", [1, 2, 3])
+@pytest.mark.parametrize("back", [1, 2, 3])
+def test_what_waits_for_a_later_row_counts_beside_those_between(runs, back):
+    """It does so whether the first row's last call is kept by itself or in a group."""
+    ways = Way(40, 50, 60), Way(0, 12, 60, 1.0, dropped=True)
+    row = [CallSizes(10, 10, 12, 1.0, ways, gradient_bytes=7)] * 2
+    waits = [Waits(runs, back, 3.0), Waits(2, 2), Waits(3, 3)]
+    for k, call in enumerate(one_after_the_other([row] * 3, waits)):
+        ahead, later = 7 * (0 < k // 2 < runs), 3 * 7 * (0 < k // 2 < back)
+        assert [way.first_bytes for way in call.ways] == [50 + ahead, 12 + ahead]
+        assert [way.backward_bytes for way in call.ways] == [60 + later] * 2
+        assert (call.forward_bytes, call.gradient_bytes) == (12 + ahead, 7 + later)
+    assert Waits(runs, back).among([0, 2]) == Waits(min(runs, 2), min(back, 2))
 
 
 def test_what_filling_a_call_takes_while_its_group_runs_again():

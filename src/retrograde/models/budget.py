@@ -216,18 +216,18 @@ def _watched(
                 for row in rows:
                     row.events = events
                 modules = [one for one in watched if isinstance(one, WatchedModule)]
-                elsewhere = bytes_elsewhere(model, sample, [*rows, *modules])
+                held, elsewhere = bytes_elsewhere(model, sample, [*rows, *modules])
         except RefusedLayerError as refusal:
             refused[refusal.name] = refusal.reason
             order.refuse(type(refusal.layer))
             continue
-        watched = WatchedRows.join(watched, events)
+        watched = WatchedRows.join(watched, events, elsewhere)
         without = [one for one in watched if one.useless]
         refused |= {one.name: _NO_USE for one in without}
         watched = [one for one in watched if not one.useless]
         if not watched:
             raise CellError(_nothing(model, refused))
-        return watched, elsewhere, sum(one.used(one.ordinary_bytes) for one in without)
+        return watched, held, sum(one.used(one.ordinary_bytes) for one in without)
 
 
 def _modules(model: nn.Module) -> Iterator[WatchedModule]:

@@ -24,6 +24,7 @@ from retrograde.models.trials import Leave, enter, make_of, parts_of, tensors_of
 from retrograde.plan.calls import (
     CallSizes,
     Part,
+    Waits,
     Way,
     fastest,
     kept_whole,
@@ -253,12 +254,12 @@ class Known:
         return (Part(0, len(self.sizes), 0, parts),)
 
     @classmethod
-    def of_rows(cls, kinds: Sequence["Known"]) -> "Known":
-        """Return what is known of rows that run one after the other."""
+    def of_rows(cls, kinds: Sequence["Known"], waits: Sequence[Waits]) -> "Known":
+        """Return what is known of rows that run one after the other, and wait for each other."""
         if len(kinds) == 1:
             return kinds[0]
         units = [unit for kind in kinds for unit in kind.units]
-        return cls(units=units, sizes=one_after_the_other([kind.sizes for kind in kinds]))
+        return cls(units=units, sizes=one_after_the_other([one.sizes for one in kinds], waits))
 
     def settle(self) -> None:
         """Count states that the model keeps, or their gradients that wait, once all are known."""

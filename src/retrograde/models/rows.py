@@ -33,7 +33,7 @@ from retrograde.models.call_sizes import Known, Plans, too_small
 from retrograde.models.given import Given, made_by, tensors_in, tied
 from retrograde.models.refill import Dropped, Row
 from retrograde.models.trials import try_call
-from retrograde.plan.calls import Part, held_of
+from retrograde.plan.calls import Part, Waits, held_of
 from retrograde.replay.surroundings import version
 from retrograde.run.transforms import uncompiled
 from retrograde.sizes.elsewhere import Elsewhere
@@ -99,20 +99,23 @@ class Timeline:
 
     Args:
         rows: in the order of a pass.
+        waits: how long the output of each waits.
     """
 
-    def __init__(self, rows: Sequence["CalledRow"]) -> None:
-        self.rows, self.memory = [*rows], 0
+    def __init__(
+        self, rows: Sequence["CalledRow"], waits: Sequence[Waits] = (Waits(1, 1),)
+    ) -> None:
+        self.rows, self.waits, self.memory = [*rows], [*waits], 0
         self.shares = [0] * len(rows)
         self._known: dict[tuple[int, int], tuple[dict[int, Known], Known | None]] = {}
         self._running = threading.local()  # each thread's pass: its rows and their plans
 
     def __getstate__(self) -> Any:
-        return self.rows, self.memory, self.shares
+        return self.rows, self.waits, self.memory, self.shares
 
     def __setstate__(self, state: Any) -> None:
-        self.__init__(state[0])  # type: ignore[misc]
-        _, self.memory, self.shares = state
+        self.__init__(*state[:2])  # type: ignore[misc]
+        *_, self.memory, self.shares = state
 
     def begin(self, row: "CalledRow", kind: Known) -> Row | None:
         """Begin a row. Return how its calls run; None is ordinary backpropagation."""
@@ -149,7 +152,8 @@ class Timeline:
         if row is self.rows[-1]:
             found = {k: one for k, (one, _) in now.items()}
             if first not in self._known:
-                self.knows(found, Known.of_rows([*found.values()])).plan(self.memory)
+                waits = [self.waits[k].among([*found]) for k in found]
+                self.knows(found, Known.of_rows([*found.values()], waits)).plan(self.memory)
             elif [*map(id, found.values())] != [*map(id, kinds.values())]:
                 self._known[first] = found, None
 
@@ -216,6 +220,7 @@ class CalledRow:
         self.kept = set[int]()  # which of these the model keeps for later
         self.lingers = set[tuple[int, int]]()  # calls, and which are still there when they run
         self.elsewhere: Elsewhere | None = None  # what is held besides, in that run
+        self.numbers = list[int]()  # of its calls there
 
     def install(self) -> None:
         """Pass the calls of the layers to this row from now on."""
@@ -228,7 +233,7 @@ class CalledRow:
             if self.events and self.events[-1] is not self:
                 self.events[-1].look()
             self.events.append(self)
-            self.elsewhere.begin((args, kwargs), counts=True)
+            self.numbers.append(self.elsewhere.begin((args, kwargs), counts=True))
         result = None
         try:
             result = self._call(number, args, kwargs)

@@ -27,7 +27,7 @@ from retrograde.models.call_sizes import Known
 from retrograde.models.given import tensors_in
 from retrograde.models.replace_modules import Budgeted, Swappable, replace_module, twin, wrapped
 from retrograde.models.rows import CalledRow, Timeline, release
-from retrograde.plan.calls import peak_of
+from retrograde.plan.calls import Waits, peak_of
 from retrograde.recurrent.weights import last_weights
 from retrograde.replay.generators import sources
 from retrograde.replay.places import Entries
@@ -206,7 +206,7 @@ class WatchedRow(Watched):
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        self.row.seen = seen = list[Known]()
+        self.row.seen, self.row.numbers = seen, _ = list[Known](), list[int]()
         self.row.install()
         yield
         self.row.seen, self.row.made, self.row.events, self.row.elsewhere = None, [], [], None
@@ -221,16 +221,16 @@ class WatchedRows(Watched):
     """Runs of layers that the model calls one after the other, once each. They have one plan, since
     what the later ones held is free when the earlier ones go back."""
 
-    def __init__(self, rows: Sequence[WatchedRow]) -> None:
+    def __init__(self, rows: Sequence[WatchedRow], waits: Sequence[Waits]) -> None:
         names = ", ".join(one.name for one in rows)
         super().__init__(names, names)
-        self.rows, self.kinds = rows, [one.kinds[0] for one in rows]
-        self.all = Known.of_rows(self.kinds)
+        self.rows, self.kinds, self.waits = rows, [one.kinds[0] for one in rows], waits
+        self.all = Known.of_rows(self.kinds, waits)
         self._seen(0, lambda: (self.all.least_bytes, self.all.ordinary_bytes))
 
     def give(self, part: int) -> Iterable[tuple[Watched, int]]:
-        timeline, plan, start = Timeline([one.row for one in self.rows]), self.all.plan(part), 0
-        timeline.memory = part
+        timeline = Timeline([one.row for one in self.rows], self.waits)
+        timeline.memory, plan, start = part, self.all.plan(part), 0
         timeline.knows(dict(enumerate(self.kinds)), self.all)
         smallest = sum(one.minimum_bytes for one in self.rows)
         rest = max(1, sum(one.ordinary_bytes for one in self.rows) - smallest)
@@ -245,7 +245,9 @@ class WatchedRows(Watched):
             start += len(kind.sizes)
 
     @classmethod
-    def join(cls, watched: Sequence[Watched], events: Sequence[CalledRow]) -> list[Watched]:
+    def join(
+        cls, watched: Sequence[Watched], events: Sequence[CalledRow], elsewhere: Elsewhere
+    ) -> list[Watched]:
         """Return the parts, with rows in place of each row, if these do not overlap."""
         rows = {id(w.row): w for w in watched if isinstance(w, WatchedRow) and w.kinds}
         order = [at for at, _ in groupby(at for at in map(id, events) if at in rows)]
@@ -255,7 +257,10 @@ class WatchedRows(Watched):
         few = _FEW * sum(one.held_bytes for one in rows.values())
         use = [rows[at] for at in order if rows[at].held_bytes > few]
         others = [one for one in watched if one not in use]
-        return [*others, cls(use)] if len(use) > 1 else [*others, *use]
+        if len(use) < 2:
+            return [*others, *use]
+        numbers = [one.row.numbers for one in use]
+        return [*others, cls(use, [*elsewhere.waits(numbers)])]
 
 
 def run_name(run: Layers) -> str:
@@ -321,17 +326,18 @@ def run_model(model: nn.Module, sample: Any) -> Any:
 
 def bytes_elsewhere(
     model: nn.Module, sample: Any, parts: Sequence[CalledRow | WatchedModule]
-) -> int:
+) -> tuple[int, Elsewhere]:
     """Run a model whose parts are watched. Return the bytes that the rest of it holds, beside its
     parameters, its input and its output: for its backward pass, or for later while a part runs.
-    Masks and the like, which rows are given, are among them: a dropped call holds its arguments."""
+    Masks and the like, which rows are given, are among them: a dropped call holds its arguments.
+    The other result tells what waits for what."""
     elsewhere = Elsewhere()
     for part in parts:
         part.elsewhere = elsewhere
     with torch.autograd.graph.saved_tensors_hooks(elsewhere.pack, lambda t: t), elsewhere:
         output = run_model(model, sample)
     apart = [*model.parameters(), *model.buffers(), *tensors_in(sample)]
-    return elsewhere.held_bytes(apart, tensors_in(output))
+    return elsewhere.held_bytes(apart, tensors_in(output)), elsewhere
 
 
 def _as_if_recorded(outputs: Any, given: Sequence[Tensor]) -> Any:

@@ -22,10 +22,11 @@ one that is enough. A plan may be slower than the fastest where levels are many 
 Complexity: O(n² (ways + n) · levels) additions in a compiled loop.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -122,19 +123,35 @@ class CallSizes:
         return replace(self, ways=tuple(ways), gradient_bytes=self.gradient_bytes + waits)
 
 
-def one_after_the_other(rows: Sequence[Sequence[CallSizes]]) -> list[CallSizes]:
+class Waits(NamedTuple):
+    """The first later row that runs when a row's output was let go, and the first that goes back
+    before its gradient is there. The gradient's memory may be ``spread`` times as large."""
+
+    runs: int
+    goes_back: int
+    spread: float = 1.0
+
+    def among(self, rows: Sequence[int]) -> "Waits":
+        """Return the same where only some rows run."""
+        return Waits(bisect_left(rows, self.runs), bisect_left(rows, self.goes_back), self.spread)
+
+
+def one_after_the_other(
+    rows: Sequence[Sequence[CallSizes]], waits: Sequence[Waits]
+) -> list[CallSizes]:
     """Return the calls of several rows, which run in turn, and go back in the opposite order.
 
-    The first input of all and the last output are the caller's. The output of each row, or its
-    gradient, may wait for what is called later, so it counts until the row goes back.
+    The first input of all and the last output are the caller's.
     """
     calls: list[CallSizes] = []
-    for row in rows:
-        calls += [replace(row[0], begins=bool(calls)), *row[1:]]
-        last, ways = calls[-1], []
-        for way in last.ways:
-            held = _after(last, way) + last.gradient_bytes
-            ways.append(replace(way, held_bytes=held, keeps_output=False))
+    for number, row in enumerate(rows):
+        outputs = [(rows[r][-1].gradient_bytes, waits[r]) for r in range(number)]
+        ahead = sum(size for size, one in outputs if number < one.runs)
+        back = sum(int(size * one.spread) for size, one in outputs if number < one.goes_back)
+        own = [call.first_beside(ahead).held_back(back) for call in row]
+        calls += [replace(own[0], begins=bool(calls)), *own[1:]]
+        last = calls[-1]
+        ways = (replace(w, held_bytes=_after(last, w), keeps_output=False) for w in last.ways)
         calls[-1] = replace(last, output_bytes=0, ways=tuple(ways))
     return calls
 

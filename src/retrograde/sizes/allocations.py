@@ -200,8 +200,8 @@ def _observe(
             watched = _beside(fn, device, oldest) if is_profiled() else _alone(fn, device)
             value, start_ns, stop_ns, events = watched
             events = [event for event in events if event.place != "cuda"]
-            events += requested()
-            return value, start_ns, stop_ns, sorted(events, key=lambda e: e.nanoseconds)
+            events.sort(key=lambda event: event.nanoseconds)  # a card's are in the order they had
+            return value, start_ns, stop_ns, events + requested()
 
 
 def _alone(fn: Callable[[], T], device: torch.device) -> tuple[T, int, int, list[Event]]:

@@ -3,17 +3,21 @@
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
 from itertools import accumulate
 from typing import Any
 from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+
+from retrograde.plan.calls import Waits
 
 _next_number = torch._C._autograd._get_sequence_nr  # of a node in the graph
 
@@ -27,6 +31,8 @@ class _Memory:
     since: float = 0
     spans: list[tuple[int, int]] = field(default_factory=list)
     tensors: dict[int, ref[Tensor]] = field(default_factory=dict)
+    taken: int = -1  # the last call that was given it
+    left: float = math.inf  # calls that had begun when the program let it go
 
     def close(self, now: int, then: float) -> None:
         """Note that nothing but calls holds it from the call ``now`` to the call ``then``."""
@@ -45,6 +51,8 @@ class Elsewhere(TorchFunctionMode):
         self._memory: dict[int, _Memory] = {}  # made by the program or given back by its calls
         self._inputs: dict[int, _Memory] = {}  # of calls that do not count theirs
         self._begins, self._ends = list[int](), list[int]()  # of calls: numbers of graph nodes
+        self._results = list[list[tuple[_Memory, Any]]]()  # of calls: memory and graph node
+        self._last = dict[tuple[int, int], tuple[int, int, int]]()  # by output: see _waiting
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -61,20 +69,25 @@ class Elsewhere(TorchFunctionMode):
         """Note tensors that are held until the backward pass."""
         self._saved += map(ref, _tensors(tensors))
 
-    def begin(self, given: Any, *, counts: bool) -> None:
-        """Note that a call begins. It holds what it is given, and may count that as its own."""
+    def begin(self, given: Any, *, counts: bool) -> int:
+        """Note that a call begins. It holds what it is given, and may count that as its own. Return
+        its number."""
         now = len(self._begins)
         for t in _tensors(given):
             if (one := self._memory.get(_key(t))) is not None:
                 if not counts and one.since < math.inf:
                     self._inputs[_key(t)] = one  # a run without gradients will not hold it
                 one.close(now, math.inf)
+                one.taken = now
         self._begins.append(_next_number())
+        return now
 
     def end(self, result: Any) -> None:
         """Note the end of a call. What it returns is its own from now on."""
         self._ends.append(_next_number())
-        for one in self._note(result):
+        nodes = [t.grad_fn and (t.grad_fn._sequence_nr(), t.output_nr) for t in _tensors(result)]
+        self._results.append([*zip(self._note(result), nodes, strict=True)])
+        for one, _ in self._results[-1]:
             one.close(len(self._ends), math.inf)
 
     def held_bytes(self, apart: Any, results: Any) -> int:
@@ -103,7 +116,7 @@ class Elsewhere(TorchFunctionMode):
                 storage = t.untyped_storage()
                 one = self._memory[key] = _Memory(StorageWeakRef(storage), storage.nbytes())
             if not one.tensors:
-                one.since = max(one.since, now)
+                one.since, one.left = max(one.since, now), math.inf
             one.tensors[id(t)] = ref(t, self._forgets(key, one, id(t)))
             found.append(one)
         return found
@@ -112,6 +125,7 @@ class Elsewhere(TorchFunctionMode):
         def forget(_: Any) -> None:
             one.tensors.pop(tensor, None)
             if not one.tensors:
+                one.left = len(self._begins)
                 one.close(len(self._begins), 0)
                 if not one.spans:
                     self._memory.pop(key, None)
@@ -121,24 +135,68 @@ class Elsewhere(TorchFunctionMode):
     def _waiting(self, *roots: Any) -> Iterable[tuple[int, int, int]]:
         """Yield the gradients of what was not made by calls: bytes, and the calls while which they
         wait. Backward, the nodes of the graph run in the opposite order of their numbers."""
-        pending: list[Any] = [t.grad_fn for t in _tensors(roots) if t.grad_fn is not None]
-        visited, last = set[Any](), dict[tuple[int, int], tuple[int, int]]()
+        pending = [(-t.grad_fn._sequence_nr(), id(t.grad_fn), t.grad_fn)
+                   for t in _tensors(roots) if t.grad_fn is not None]  # fmt: skip
+        heapify(pending)
+        visited, memory = set[Any](), Counter[Any]()  # of the gradient that a node is given
         while pending:
-            if (node := pending.pop()) in visited:
+            *_, node = heappop(pending)
+            if node in visited:
                 continue
             visited.add(node)
-            for inner, nr in node.next_functions:
+            for to, (inner, nr) in enumerate(node.next_functions):
                 if inner is None:
                     continue
-                pending.append(inner)
+                heappush(pending, (-inner._sequence_nr(), id(inner), inner))
                 key, like = (inner._sequence_nr(), nr), inner._input_metadata[nr]
                 nested = like.is_cpp_nested_tensor  # which has no shape
-                nbytes = 0 if nested else math.prod(like.shape) * like.dtype.itemsize
-                last[key] = max(last.get(key, (0, 0)), (node._sequence_nr(), nbytes))
-        for (made, _), (used, nbytes) in last.items():
+                own = 0 if nested else math.prod(like.shape) * like.dtype.itemsize
+                shared = memory[node] if hands_on(node, to) else 0
+                memory[inner] = max(memory[inner], own, shared)
+                by, most = self._last.get(key, (0, 0, 0))[::2]
+                self._last[key] = max(by, node._sequence_nr()), own, max(most, own, shared)
+        for (made, _), (used, _, nbytes) in self._last.items():
             first, stop = bisect_right(self._begins, made), bisect_right(self._ends, used)
             if first == 0 or made >= self._ends[first - 1]:
                 yield nbytes, first, stop
+
+    def waits(self, rows: Sequence[Sequence[int]]) -> Iterable[Waits]:
+        """Yield how long the result of each row of calls waits, after :meth:`held_bytes`."""
+        first = [numbers[0] for numbers in rows]
+        ends = [self._ends[call] for call in first]
+        for at, numbers in enumerate(rows):
+            runs, back, spread = at + 1, at + 1, 1.0
+            for one, node in self._results[numbers[-1]]:
+                there = [row for row, k in enumerate(first, 1) if one.left > k + (one.taken == k)]
+                runs = max(runs, *there)
+                read, own, most = self._last.get(node, (0, 1, 1))
+                back = max(back, bisect_right(ends, read) if one.left < math.inf else len(rows))
+                spread = max(spread, most / max(1, own))
+            yield Waits(runs, back, spread)
+
+
+#: Torch's nodes that may hand on the memory of the gradient that they are given: to all of their
+#: inputs, and to the first one.
+_TO_ALL = frozenset(
+    ("Add", "AsStridedScatter", "BlockDiag", "Cat", "Complex", "DiagonalScatter", "Rsub",
+     "SelectScatter", "SliceScatter", "Stack", "torch::autograd::Copy")
+)  # fmt: skip
+_TO_FIRST = frozenset(
+    ("Addbmm", "Addcdiv", "Addcmul", "Addmm", "Addmv", "Addr", "Alias", "Baddbmm", "Clone", "Conj",
+     "Cumprod", "Cumsum", "DiagEmbed", "Expand", "Fmod", "Frac", "IndexAdd", "IndexPut",
+     "LinalgDet", "Permute", "Put", "Remainder", "Repeat", "ReshapeAlias", "ScatterAdd",
+     "ScatterReduce", "Squeeze", "Sub", "Sum", "T", "ToCopy", "ToSparse", "Transpose",
+     "UnsafeMaskedIndexPutAccumulate", "UnsafeView", "Unsqueeze", "View", "ViewAsComplex",
+     "ViewAsReal")
+)  # fmt: skip
+
+
+def hands_on(node: Any, to: int) -> bool:
+    """Return whether a node of a graph may hand on to one of its inputs the memory of the gradient
+    that it is given."""
+    name = node.name().partition("Backward")[0]
+    mays = name in _TO_ALL or (to == 0 and name in _TO_FIRST)
+    return mays or isinstance(node, BackwardCFunction)
 
 
 def _most(spans: Iterable[tuple[int, int, int]]) -> int:
