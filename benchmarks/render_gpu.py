@@ -23,7 +23,7 @@ def rendered(section: str, documents: list[Row], counted: list[Row]) -> str:
     """A section's tables. ``counted`` has its rows in order; a document's may be fewer."""
     head, cells = TABLES[section]
     told = []
-    for document in documents or [{}]:
+    for document in [one for one in documents if section in one["sections"]] or [{}]:
         found = {row["name"]: row for row in document.get("sections", {}).get(section, [])}
         rows = [[one["name"], *cells(found.get(one["name"], {}), one)] for one in counted]
         machine = document.get("machine")
@@ -164,7 +164,8 @@ def tests() -> str:
     lines = []
     for path in sorted(RESULTS.glob("gpu_*.json")):
         document = json.loads(path.read_text())
-        for row in document["sections"].get("tests", []):
+        sections = document["sections"]
+        for row in (*sections.get("tests", []), *sections.get("drawn", [])):
             told = row.get("result") or row["error"]
             lines.append(f"- {document['machine']['device']}: {told}\n")
     return "".join(lines) or "No card was at hand: the tests marked `gpu` were not run.\n"
@@ -178,6 +179,8 @@ def front() -> str:
             continue
         document = json.loads(path.read_text())
         sections = document["sections"]
+        if "backward" not in sections:
+            continue
         held = [row["working_bytes"] / row["budget_bytes"] for row in sections["budgets"]]
         layers = [row["ratios"]["5%"] for row in sections["grid"] if "5%" in row["ratios"]]
         models = [row["seconds"]["20%"] / row["seconds"]["ordinary"]
