@@ -119,6 +119,7 @@ def test_what_waits_for_a_later_row_counts_beside_those_between(runs, back):
     waits = [Waits(runs, back, 3.0), Waits(2, 2), Waits(3, 3)]
     for k, call in enumerate(one_after_the_other([row] * 3, waits)):
         ahead, later = 7 * (0 < k // 2 < runs), 3 * 7 * (0 < k // 2 < back)
+        later += 2 * 7 * (k == 1)  # which goes back from that memory itself
         assert [way.first_bytes for way in call.ways] == [50 + ahead, 12 + ahead]
         assert [way.backward_bytes for way in call.ways] == [60 + later] * 2
         assert (call.forward_bytes, call.gradient_bytes) == (12 + ahead, 7 + later)

@@ -150,7 +150,7 @@ def one_after_the_other(
         back = sum(int(size * one.spread) for size, one in outputs if number < one.goes_back)
         own = [call.first_beside(ahead).held_back(back) for call in row]
         calls += [replace(own[0], begins=bool(calls)), *own[1:]]
-        last = calls[-1]
+        last = calls[-1].held_back(int(row[-1].gradient_bytes * (waits[number].spread - 1)))
         ways = (replace(w, held_bytes=_after(last, w), keeps_output=False) for w in last.ways)
         calls[-1] = replace(last, output_bytes=0, ways=tuple(ways))
     return calls

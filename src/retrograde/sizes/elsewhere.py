@@ -52,7 +52,7 @@ class Elsewhere(TorchFunctionMode):
         self._inputs: dict[int, _Memory] = {}  # of calls that do not count theirs
         self._begins, self._ends = list[int](), list[int]()  # of calls: numbers of graph nodes
         self._results = list[list[tuple[_Memory, Any]]]()  # of calls: memory and graph node
-        self._last = dict[tuple[int, int], tuple[int, int, int]]()  # by output: see _waiting
+        self._last = dict[Any, tuple[int, int, Any]]()  # by output: see _waiting
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -138,7 +138,7 @@ class Elsewhere(TorchFunctionMode):
         pending = [(-t.grad_fn._sequence_nr(), id(t.grad_fn), t.grad_fn)
                    for t in _tensors(roots) if t.grad_fn is not None]  # fmt: skip
         heapify(pending)
-        visited, memory = set[Any](), Counter[Any]()  # of the gradient that a node is given
+        visited, memory = set[Any](), dict[Any, Any]()  # of a node's gradient: bytes, who made it
         while pending:
             *_, node = heappop(pending)
             if node in visited:
@@ -151,14 +151,17 @@ class Elsewhere(TorchFunctionMode):
                 key, like = (inner._sequence_nr(), nr), inner._input_metadata[nr]
                 nested = like.is_cpp_nested_tensor  # which has no shape
                 own = 0 if nested else math.prod(like.shape) * like.dtype.itemsize
-                shared = memory[node] if hands_on(node, to) else 0
-                memory[inner] = max(memory[inner], own, shared)
-                by, most = self._last.get(key, (0, 0, 0))[::2]
-                self._last[key] = max(by, node._sequence_nr()), own, max(most, own, shared)
-        for (made, _), (used, _, nbytes) in self._last.items():
+                given = [(own, key), memory.get(inner, (0, key))]
+                given += [memory[node]] if node in memory and hands_on(node, to) else []
+                by, _, before = self._last.get(key, (0, 0, (0, key)))
+                memory[inner] = max(given)
+                self._last[key] = max(by, node._sequence_nr()), own, max(*given, before)
+        results = (node for result in self._results for _, node in result)
+        counted = {self._last[node][2][1] for node in results if node in self._last}  # by rows
+        for (made, _), (used, own, (nbytes, owner)) in self._last.items():
             first, stop = bisect_right(self._begins, made), bisect_right(self._ends, used)
             if first == 0 or made >= self._ends[first - 1]:
-                yield nbytes, first, stop
+                yield own if owner in counted else nbytes, first, stop
 
     def waits(self, rows: Sequence[Sequence[int]]) -> Iterable[Waits]:
         """Yield how long the result of each row of calls waits, after :meth:`held_bytes`."""
@@ -169,7 +172,7 @@ class Elsewhere(TorchFunctionMode):
             for one, node in self._results[numbers[-1]]:
                 there = [row for row, k in enumerate(first, 1) if one.left > k + (one.taken == k)]
                 runs = max(runs, *there)
-                read, own, most = self._last.get(node, (0, 1, 1))
+                read, own, (most, _) = self._last.get(node, (0, 1, (1, None)))
                 back = max(back, bisect_right(ends, read) if one.left < math.inf else len(rows))
                 spread = max(spread, most / max(1, own))
             yield Waits(runs, back, spread)
