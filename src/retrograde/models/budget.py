@@ -43,9 +43,9 @@ from retrograde.models.sample_run import (
     WatchedModule,
     WatchedRow,
     WatchedRows,
-    bytes_elsewhere,
     called_in_turn,
     untouched,
+    what_is_elsewhere,
 )
 from retrograde.run.transforms import is_unreal
 from retrograde.units import Memory, aligned, as_bytes, format_bytes, parse_memory
@@ -216,12 +216,14 @@ def _watched(
                 for row in rows:
                     row.events = events
                 modules = [one for one in watched if isinstance(one, WatchedModule)]
-                held, elsewhere = bytes_elsewhere(model, sample, [*rows, *modules])
+                elsewhere = what_is_elsewhere(model, sample, [*rows, *modules])
         except RefusedLayerError as refusal:
             refused[refusal.name] = refusal.reason
             order.refuse(type(refusal.layer))
             continue
         watched = WatchedRows.join(watched, events, elsewhere)
+        joined = [row for one in watched if isinstance(one, WatchedRows) for row in one.rows]
+        held = elsewhere.held_bytes([one.row.numbers for one in joined])
         without = [one for one in watched if one.useless]
         refused |= {one.name: _NO_USE for one in without}
         watched = [one for one in watched if not one.useless]

@@ -324,20 +324,20 @@ def run_model(model: nn.Module, sample: Any) -> Any:
     return model(sample)
 
 
-def bytes_elsewhere(
+def what_is_elsewhere(
     model: nn.Module, sample: Any, parts: Sequence[CalledRow | WatchedModule]
-) -> tuple[int, Elsewhere]:
-    """Run a model whose parts are watched. Return the bytes that the rest of it holds, beside its
-    parameters, its input and its output: for its backward pass, or for later while a part runs.
-    Masks and the like, which rows are given, are among them: a dropped call holds its arguments.
-    The other result tells what waits for what."""
+) -> Elsewhere:
+    """Run a model whose parts are watched. Return what the rest of it holds, beside its parameters,
+    its input and its output: for its backward pass, or for later while a part runs. Masks and the
+    like, which rows are given, are among it: a dropped call holds its arguments."""
     elsewhere = Elsewhere()
     for part in parts:
         part.elsewhere = elsewhere
     with torch.autograd.graph.saved_tensors_hooks(elsewhere.pack, lambda t: t), elsewhere:
         output = run_model(model, sample)
     apart = [*model.parameters(), *model.buffers(), *tensors_in(sample)]
-    return elsewhere.held_bytes(apart, tensors_in(output)), elsewhere
+    elsewhere.finish(apart, tensors_in(output))
+    return elsewhere
 
 
 def _as_if_recorded(outputs: Any, given: Sequence[Tensor]) -> Any:

@@ -52,7 +52,7 @@ class Elsewhere(TorchFunctionMode):
         self._inputs: dict[int, _Memory] = {}  # of calls that do not count theirs
         self._begins, self._ends = list[int](), list[int]()  # of calls: numbers of graph nodes
         self._results = list[list[tuple[_Memory, Any]]]()  # of calls: memory and graph node
-        self._last = dict[Any, tuple[int, int, Any]]()  # by output: see _waiting
+        self._last = dict[Any, tuple[int, int, Any]]()  # by output: see _walk
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -90,8 +90,8 @@ class Elsewhere(TorchFunctionMode):
         for one, _ in self._results[-1]:
             one.close(len(self._ends), math.inf)
 
-    def held_bytes(self, apart: Any, results: Any) -> int:
-        """Return the most bytes that were held, but for memory of ``apart`` and of ``results``."""
+    def finish(self, apart: Any, results: Any) -> None:
+        """Sum up what was held, but for memory of ``apart`` and of ``results``."""
         known = {_key(t) for t in _tensors((apart, results))}
         alive = (t.untyped_storage() for one in self._saved if (t := one()) is not None)
         saved = {storage._cdata: storage.nbytes() for storage in alive}
@@ -104,8 +104,14 @@ class Elsewhere(TorchFunctionMode):
                 one.close(len(self._begins), math.inf)
         forward = _most((one.nbytes, *span) for one in rest for span in one.spans)
         there = [t() for one in [*self._memory.values()] for t in one.tensors.values()]
-        backward = _most(self._waiting(there, results))
-        return sum(saved[key] for key in saved.keys() - known) + max(forward, stays + backward)
+        self._walk(there, results)
+        self._sums = sum(saved[key] for key in saved.keys() - known), forward, stays
+
+    def held_bytes(self, rows: Sequence[Sequence[int]]) -> int:
+        """Return the most bytes that were held, if some rows of calls count what their results
+        take, as :meth:`waits` tells it."""
+        (saved, forward, stays), backward = self._sums, _most(self._waiting(rows))
+        return saved + max(forward, stays + backward)
 
     def _note(self, result: Any) -> list[_Memory]:
         """Return the memory of tensors that are there from now on."""
@@ -132,13 +138,15 @@ class Elsewhere(TorchFunctionMode):
 
         return forget
 
-    def _waiting(self, *roots: Any) -> Iterable[tuple[int, int, int]]:
-        """Yield the gradients of what was not made by calls: bytes, and the calls while which they
-        wait. Backward, the nodes of the graph run in the opposite order of their numbers."""
-        pending = [(-t.grad_fn._sequence_nr(), id(t.grad_fn), t.grad_fn)
-                   for t in _tensors(roots) if t.grad_fn is not None]  # fmt: skip
+    def _walk(self, *roots: Any) -> None:
+        """Note, for each output of a node in the graph, the last node that reads it, its bytes, and
+        the memory in which its gradient may lie: its bytes, and the output that it is made for."""
+        ends: list[Any] = [t for t in _tensors(roots) if t.grad_fn is not None]
+        pending: list[Any] = [(-t.grad_fn._sequence_nr(), id(t.grad_fn), t.grad_fn) for t in ends]
         heapify(pending)
-        visited, memory = set[Any](), dict[Any, Any]()  # of a node's gradient: bytes, who made it
+        visited = set[Any]()
+        # Of a node's gradient: bytes, who made it. What is handed to an end is as large as that.
+        memory: dict[Any, Any] = {t.grad_fn: (t.nbytes, (-1, id(t))) for t in ends}
         while pending:
             *_, node = heappop(pending)
             if node in visited:
@@ -152,11 +160,15 @@ class Elsewhere(TorchFunctionMode):
                 nested = like.is_cpp_nested_tensor  # which has no shape
                 own = 0 if nested else math.prod(like.shape) * like.dtype.itemsize
                 given = [(own, key), memory.get(inner, (0, key))]
-                given += [memory[node]] if node in memory and hands_on(node, to) else []
+                given += [memory[node]] if hands_on(node, to) else []
                 by, _, before = self._last.get(key, (0, 0, (0, key)))
                 memory[inner] = max(given)
                 self._last[key] = max(by, node._sequence_nr()), own, max(*given, before)
-        results = (node for result in self._results for _, node in result)
+
+    def _waiting(self, rows: Sequence[Sequence[int]]) -> Iterable[tuple[int, int, int]]:
+        """Yield the gradients of what was not made by calls: bytes, and the calls while which they
+        wait. Backward, the nodes of the graph run in the opposite order of their numbers."""
+        results = (node for numbers in rows for _, node in self._results[numbers[-1]])
         counted = {self._last[node][2][1] for node in results if node in self._last}  # by rows
         for (made, _), (used, own, (nbytes, owner)) in self._last.items():
             first, stop = bisect_right(self._begins, made), bisect_right(self._ends, used)
@@ -164,7 +176,7 @@ class Elsewhere(TorchFunctionMode):
                 yield own if owner in counted else nbytes, first, stop
 
     def waits(self, rows: Sequence[Sequence[int]]) -> Iterable[Waits]:
-        """Yield how long the result of each row of calls waits, after :meth:`held_bytes`."""
+        """Yield how long the result of each row of calls waits."""
         first = [numbers[0] for numbers in rows]
         ends = [self._ends[call] for call in first]
         for at, numbers in enumerate(rows):
