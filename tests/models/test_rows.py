@@ -16,6 +16,7 @@ from retrograde.models import call_sizes
 from retrograde.models.refill import Dropped
 from retrograde.models.rows import RowForward
 from retrograde.plan.calls import Part
+from retrograde.units import format_bytes
 
 WIDTH = 24
 LOSS = 64  # bytes of a loss and of its gradient
@@ -480,6 +481,57 @@ class Paired(nn.Module):
 
     def forward(self, x, y):
         return self.decoder(y, self.encoder(x).mean(1, keepdim=True))
+
+
+class Momentary(Loop):
+    """Blocks, and something beside them that takes much for a moment and saves nothing."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y + y.detach().repeat(400, 1, 1).mean(0)
+
+
+@pytest.mark.parametrize("memory", ["least", "60%"])
+def test_what_a_pass_takes_is_measured(memory):
+    """No budget covers what other layers take for a moment, so a pass on the sample tells it."""
+    model, x = Momentary(), inputs()
+    division = rg.budget(model, least_of(model, x) if memory == "least" else memory, x)
+    peak = working_bytes(model, x)
+    assert peak > division.total_bytes + division.elsewhere_bytes + 100 * x.nbytes
+    assert division.peak_bytes <= peak <= division.peak_bytes + LOSS + x.nbytes * WIDTH // 6
+    assert f"takes {format_bytes(division.peak_bytes)} in all" in str(division)
+
+
+def test_the_pass_that_is_measured_leaves_no_trace():
+    plain, model, x = Loop(), Loop(), inputs().requires_grad_()
+    fired = []
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(fired.append)
+        p.register_hook(fired.append)
+    model.norm.register_full_backward_hook(lambda *_: fired.append(0))
+    assert rg.budget(model, "50%", x).peak_bytes > 0
+    assert fired == []
+    assert x.grad is None
+    assert all(p.grad is None for p in model.parameters())
+    same(trained(model, x.detach()), trained(plain, x.detach()))
+
+
+class Never(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError
+
+
+def test_a_model_that_cannot_go_back_on_its_sample_is_not_measured():
+    model, x = Momentary(), inputs()
+    model.register_forward_hook(lambda *given: Never.apply(given[-1]))
+    division = rg.budget(model, "50%", x)
+    assert division.peak_bytes == 0
+    assert "in all" not in str(division)
 
 
 @pytest.mark.quick(1)

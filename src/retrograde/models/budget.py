@@ -15,9 +15,6 @@ and the same share λ of the memory that it could use beyond that:
 The calls of a forward pass add up, since a call holds its memory until it is backpropagated. The
 sum is an upper bound, since only one module at a time is at its own peak.
 
-In the run on the sample the parts record nothing (:mod:`retrograde.models.sample_run`), so it takes
-only the memory of the rest of the model. ``replace_modules.py`` replaces the modules.
-
 Known limits: values that a model changes in place are not put back unless they are buffers (a list
 that it appends to, for example). The forward pass of the model must not differentiate through one
 of the parts.
@@ -43,6 +40,7 @@ from retrograde.models.sample_run import (
     WatchedModule,
     WatchedRow,
     WatchedRows,
+    bytes_of_a_pass,
     called_in_turn,
     untouched,
     what_is_elsewhere,
@@ -85,6 +83,8 @@ class Division:
         ordinary_bytes: the memory of ordinary backpropagation of these modules.
         refused: the modules that cannot have a budget, and the reasons.
         elsewhere_bytes: what the rest of the model holds or keeps for later, beyond the budget.
+        peak_bytes: the working memory of a pass of the whole model on the sample with this budget,
+            as measured; it is 0 if such a pass raises.
     """
 
     model: nn.Module = field(repr=False)
@@ -95,22 +95,26 @@ class Division:
     ordinary_bytes: int
     refused: dict[str, str] = field(default_factory=dict)
     elsewhere_bytes: int = 0
+    peak_bytes: int = 0
 
     def __str__(self) -> str:
-        names = {name: _title(name, self.model) for name in (*self.shares, *self.left)}
+        kind = type(self.model).__name__
+        names = {name: name or kind for name in (*self.shares, *self.left)}
         rows: list[tuple[str, ...]] = [("module", "calls", "budget", "share", "least", "ordinary")]
-        for name, share in self.shares.items():
-            sizes = share.budget_bytes, share.minimum_bytes, share.ordinary_bytes
-            rows.append(_row(names[name], share.calls, *sizes))
         calls = sum(share.calls for share in self.shares.values())
-        sizes = self.total_bytes, self.minimum_bytes, self.ordinary_bytes
-        rows.append(_row("all", calls, *sizes))
-        held = format_bytes(self.ordinary_bytes)
-        whole = format_bytes(self.ordinary_bytes + self.elsewhere_bytes)
-        covered = f"budgeted modules hold {held} of the model's {whole}"
-        left = [f"left as it was, with nothing to backpropagate: {names[n]}" for n in self.left]
-        left += [f"left as it was: {name} {reason}" for name, reason in self.refused.items()]
-        return "\n".join([aligned(rows), covered, *left])
+        every = Share(calls, self.total_bytes, self.minimum_bytes, self.ordinary_bytes)
+        for name, one in [*((names[n], one) for n, one in self.shares.items()), ("all", every)]:
+            part = f"{one.budget_bytes / one.ordinary_bytes:.1%}"
+            sizes = one.budget_bytes, one.minimum_bytes, one.ordinary_bytes
+            budget, *others = map(format_bytes, sizes)
+            rows.append((name, str(one.calls), budget, part, *others))
+        held, most = self.ordinary_bytes, self.ordinary_bytes + self.elsewhere_bytes
+        told = [f"budgeted modules hold {format_bytes(held)} of the model's {format_bytes(most)}"]
+        if self.peak_bytes:
+            told[0] += f"; a pass within the budget takes {format_bytes(self.peak_bytes)} in all"
+        told += [f"left as it was, with nothing to backpropagate: {names[n]}" for n in self.left]
+        told += [f"left as it was: {name} {reason}" for name, reason in self.refused.items()]
+        return "\n".join([aligned(rows), *told])
 
 
 def budget(model: nn.Module, memory: Memory, sample: Any) -> Division:
@@ -177,7 +181,9 @@ def budget(model: nn.Module, memory: Memory, sample: Any) -> Division:
             calls = sum(each.calls.values())
             shares[each.name] = Share(calls, size, each.minimum_bytes, each.ordinary_bytes)
     left = tuple(one.name for one in watched if not one.calls)
-    return Division(model, shares, left, total, least, ordinary, refused, elsewhere + useless)
+    elsewhere += useless
+    peak = bytes_of_a_pass(model, sample)
+    return Division(model, shares, left, total, least, ordinary, refused, elsewhere, peak)
 
 
 def _check(model: nn.Module, sample: Any) -> None:
@@ -210,6 +216,7 @@ def _watched(
         events = list[CalledRow]()
         try:
             with untouched(model), torch.enable_grad(), ExitStack() as stack:
+                release(model.modules())
                 for one in watched:
                     stack.enter_context(one.watched())
                 rows = [one.row for one in watched if isinstance(one, WatchedRow)]
@@ -236,7 +243,7 @@ def _modules(model: nn.Module) -> Iterator[WatchedModule]:
     """Yield every module that gets a budget of its own, once."""
     for name, m in model.named_modules():
         if isinstance(m, nn.RNNBase) or is_chain(m):
-            yield WatchedModule(name, m, _title(name, model))
+            yield WatchedModule(name, m, name or type(model).__name__)
 
 
 def _nothing(model: nn.Module, refused: dict[str, str]) -> str:
@@ -249,10 +256,6 @@ def _nothing(model: nn.Module, refused: dict[str, str]) -> str:
         "a Sequential of two layers or more, or layers that it calls one after the other; for "
         "cells that are called step by step, use rg.unroll with memory="
     )
-
-
-def _title(name: str, model: nn.Module) -> str:
-    return name or type(model).__name__
 
 
 def _divide(needs: Sequence[Watched], total: int) -> list[int]:
@@ -288,8 +291,3 @@ def _elsewhere(memory: Memory, total: int, ordinary: int, elsewhere: int) -> str
         f"budgeted holds {elsewhere} bytes ({held}) of the model's {whole}: raise the budget, make "
         "the batch smaller, or give a share, such as '50%', of the budgeted modules' memory alone"
     )
-
-
-def _row(name: str, calls: int, part: int, least: int, ordinary: int) -> tuple[str, ...]:
-    sizes = [format_bytes(size) for size in (part, least, ordinary)]
-    return name, str(calls), sizes[0], f"{part / ordinary:.1%}", *sizes[1:]

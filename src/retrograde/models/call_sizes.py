@@ -301,9 +301,8 @@ class Plans:
         return type(self), ()
 
     def kind_of(
-        self, layers: Sequence[nn.Module], given: Given, find: Callable[[], Known], *,
-        fractions: bool,
-    ) -> Known | None:  # fmt: skip
+        self, layers: Sequence[nn.Module], given: Given, find: Callable[[], Known]
+    ) -> Known | None:
         """Return what is known of passes with arguments of this kind; ``find`` it if nothing is.
         The result is None if there is nothing to backpropagate, or no memory to measure."""
         parts = parts_of(layers)
@@ -318,7 +317,7 @@ class Plans:
             )
         refuse_transforms(used)
         refuse_sharded(parts, used)
-        texts = texts_of(parts, tensors, fractions=fractions)
+        texts = texts_of(parts, tensors)
         key = given.kind(), texts, tuple(map(id, layers))
         return self.kinds.get(key, find, (*parts, *tensors))
 

@@ -11,6 +11,7 @@ follow another plan; its gradient is the same, bit for bit.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -140,10 +141,8 @@ class ChainPlans(Plans):
 
     def _kind(self, net: nn.Sequential, input: Any) -> Known | None:
         layers = _apart(net)
-        return self.kind_of(
-            [layer for _, layer in layers], Given((input,)),
-            lambda: measured(layers, input, self), fractions=True,
-        )  # fmt: skip
+        modules, find = [layer for _, layer in layers], partial(measured, layers, input, self)
+        return self.kind_of(modules, Given((input,)), find)
 
 
 Layers = Sequence[tuple[str, nn.Module]]
@@ -162,11 +161,7 @@ def measure_network(net: nn.Sequential, input: Any, repeats: int) -> Chain:
     if not any(t.requires_grad for t in (*tensors_in(input), *net.parameters())):
         raise CellError(_NOTHING)
     kind = measured(_apart(net), input, Plans(), repeats)
-    return chain_of([unit.name for unit in kind.units], kind.sizes)
-
-
-def chain_of(names: Sequence[str], sizes: Sequence[CallSizes]) -> Chain:
-    """Return the sizes of calls that are kept whole, as a chain."""
+    sizes = kind.sizes  # of calls that are kept whole
     held, forward, record, backward = [], [], [], []
     for size in sizes:
         way, output = size.ways[0], size.output_bytes
@@ -185,7 +180,7 @@ def chain_of(names: Sequence[str], sizes: Sequence[CallSizes]) -> Chain:
         backward_transient_bytes=backward,
         keeps_input=[size.ways[0].keeps_input for size in sizes],
         keeps_output=[size.ways[0].keeps_output for size in sizes],
-        names=names,
+        names=[unit.name for unit in kind.units],
         input_bytes=sizes[0].input_bytes,
         overhead_bytes=sum(size.noted_bytes + size.left_bytes for size in sizes),
     )

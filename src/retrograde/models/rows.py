@@ -329,7 +329,7 @@ class CalledRow:
     def _begin(self, active: list[int], given: Given) -> _Pass:
         layers = [layer for one in self.layers for layer in one]
         unknown = partial(Known, active, tied=self.tied, kept=self.kept, lingers=self.lingers)
-        kind = self.plans.kind_of(layers, given, unknown, fractions=False)
+        kind = self.plans.kind_of(layers, given, unknown)
         if kind is None:
             return _Pass(self, unknown(), None)
         if self.seen is not None:

@@ -32,14 +32,15 @@ from retrograde.recurrent.weights import last_weights
 from retrograde.replay.generators import sources
 from retrograde.replay.places import Entries
 from retrograde.replay.referents import find_referents
-from retrograde.replay.surroundings import Ambient, put_back
+from retrograde.replay.surroundings import Ambient, muted_hooks, muted_modules, put_back
 from retrograde.replay.trial_watch import DrawWatch
 from retrograde.run.transforms import refuse_transforms, uncompiled
+from retrograde.sizes.allocations import measure
 from retrograde.sizes.cache import signature
 from retrograde.sizes.elsewhere import Elsewhere
+from retrograde.sizes.ordinary import expanded
 
-_USEFUL, _FEW = 0.9, 1 / 64
-_ALMOST_ONE = 1 - 2**-24
+_USEFUL, _ALMOST_ONE = 0.9, 1 - 2**-24
 _DRAWN = (
     "run or are skipped by random numbers: expected the same layers at every call; set the model's "
     "layer drop to 0"
@@ -199,11 +200,6 @@ class WatchedRow(Watched):
         self.row.install()
         return [(self, part)]
 
-    @property
-    def held_bytes(self) -> int:
-        """What its calls hold until they go back, but for the last output."""
-        return sum(call.input_bytes + call.ways[0].held_bytes for call in self.kinds[0].sizes)
-
     @contextmanager
     def watched(self) -> Iterator[None]:
         self.row.seen, self.row.numbers = seen, _ = list[Known](), list[int]()
@@ -254,13 +250,9 @@ class WatchedRows(Watched):
         once = all(len(one.kinds) == 1 == sum(one.calls.values()) for one in rows.values())
         if len(rows) < 2 or not once or len(order) != len(rows):
             return [*watched]
-        few = _FEW * sum(one.held_bytes for one in rows.values())
-        use = [rows[at] for at in order if rows[at].held_bytes > few]
-        others = [one for one in watched if one not in use]
-        if len(use) < 2:
-            return [*others, *use]
-        numbers = [one.row.numbers for one in use]
-        return [*others, cls(use, [*elsewhere.waits(numbers)])]
+        use = [rows[at] for at in order]
+        waits = elsewhere.waits([one.row.numbers for one in use])
+        return [*(one for one in watched if one not in use), cls(use, [*waits])]
 
 
 def run_name(run: Layers) -> str:
@@ -297,6 +289,7 @@ def _noted(
     """Return the calls of a model on a sample, and whether it draws numbers by which it may decide:
     by torch, or by Python's ``random``. The first are replaced by ``fill``, if that is given."""
     with untouched(model), _eager():
+        release(model.modules())
         before = random.getstate()
         with DrawWatch(fill) as watch, noted(model) as top:
             run_model(model, sample)
@@ -338,6 +331,24 @@ def what_is_elsewhere(
     apart = [*model.parameters(), *model.buffers(), *tensors_in(sample)]
     elsewhere.finish(apart, tensors_in(output))
     return elsewhere
+
+
+def bytes_of_a_pass(model: nn.Module, sample: Any) -> int:
+    """Run a model forward and backward on a sample. Return its working bytes, or 0 if it raises."""
+    weights = [*model.parameters()]
+    wanted = [t for t in (*weights, *tensors_in(sample)) if t.requires_grad]
+
+    def both_ways() -> Any:
+        outputs = [t for t in tensors_in(run_model(model, sample)) if t.requires_grad]
+        ones = map(expanded, outputs)
+        return outputs, torch.autograd.grad(outputs, wanted, [*ones], allow_unused=True)
+
+    try:
+        muted = muted_modules([*model.modules()]), muted_hooks(weights)
+        with untouched(model), _eager(), torch.enable_grad(), muted[0], muted[1]:
+            return measure(both_ways).working_bytes
+    except Exception:  # a model may allow only backward(), for example
+        return 0
 
 
 def _as_if_recorded(outputs: Any, given: Sequence[Tensor]) -> Any:
@@ -386,7 +397,6 @@ def untouched(model: nn.Module) -> Iterator[None]:
     ambient = Ambient(torch.device("cpu"), tuple(chance), buffers)
     try:
         with put_back(attributes), ambient.without_trace():
-            release(model.modules())
             yield
     finally:
         for listed, were in weights:

@@ -179,20 +179,18 @@ def tensors_of(parts: Sequence[nn.Module]) -> list[Tensor]:
     return [t for table in tables for t in table.values() if t is not None]
 
 
-def texts_of(parts: Sequence[nn.Module], tensors: Sequence[Tensor], *, fractions: bool) -> Hashable:
+def texts_of(parts: Sequence[nn.Module], tensors: Sequence[Tensor]) -> Hashable:
     """Return all that trials and sizes of some modules depend on, besides what they are given: the
-    objects, their options, and their ``tensors``. It keeps none of these alive. Without
-    ``fractions``, a number that is annealed tells only whether it is zero."""
-
-    def told(value: Any) -> Any:
-        return value if fractions or not isinstance(value, float) else bool(value)
-
-    options = tuple(
-        (id(part), *((k, told(v)) for k, v in vars(part).items() if isinstance(v, _OPTIONS)))
+    objects, their options, and their ``tensors``. It keeps none of these alive. A fraction may
+    be annealed, so it tells only whether it is zero."""
+    options = [
+        (name, bool(value) if isinstance(value, float) else value)
         for part in parts
-    )
+        for name, value in (("id", id(part)), *vars(part).items())
+        if isinstance(value, _OPTIONS)
+    ]
     forms = tuple((id(t), t.shape, t.dtype, t.device, t.requires_grad) for t in tensors)
-    return options, forms, torch.get_num_threads()
+    return tuple(options), forms, torch.get_num_threads()
 
 
 _OPTIONS = (bool, int, float, str, type(None))
