@@ -344,8 +344,9 @@ class Row:
         """
         grouped = self.late is not None or bool(self._part(self.parts, number).parts)
         way = DROPPED if grouped else self._part(self.parts, number).way
-        apart = self.tied.isdisjoint(unit.reads)
-        casts = autocast_as_now(unit.ambient.device) if apart else nullcontext()
+        device = unit.ambient.device
+        apart = torch.is_autocast_enabled(device.type) and self.tied.isdisjoint(unit.reads)
+        casts = autocast_as_now(device) if apart else nullcontext()
         if way in (KEPT, LEAN):
             with casts, lean_pass() if way == LEAN else unit.drawing():
                 return forward(*given.args, **given.kwargs), None

@@ -4,6 +4,7 @@ The call runs by itself, without the graph that its arguments came from, and lea
 """
 
 import gc
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from retrograde.replay.dry_run import try_out
 from retrograde.replay.referents import MODULE_TABLES, Referents
 from retrograde.replay.surroundings import Ambient, version
 from retrograde.run.states import device_of
+from retrograde.sizes.cache import signature
 
 
 @dataclass(frozen=True, eq=False)
@@ -187,13 +189,13 @@ def texts_of(parts: Sequence[nn.Module], tensors: Sequence[Tensor]) -> Hashable:
         (name, bool(value) if isinstance(value, float) else value)
         for part in parts
         for name, value in (("id", id(part)), *vars(part).items())
-        if isinstance(value, _OPTIONS)
+        if value.__class__ not in _TABLES and isinstance(value, _OPTIONS)  # the first is faster
     ]
     forms = tuple((id(t), t.shape, t.dtype, t.device, t.requires_grad) for t in tensors)
     return tuple(options), forms, torch.get_num_threads()
 
 
-_OPTIONS = (bool, int, float, str, type(None))
+_OPTIONS, _TABLES = (bool, int, float, str, type(None)), {dict, OrderedDict, set}
 
 
 def _reads_of(found: Referents, ambient: Ambient) -> list[Tensor]:
@@ -226,17 +228,13 @@ def make_of(parts: Sequence[nn.Module]) -> Hashable:
             return None
         tables = own["_parameters"], own["_buffers"]
         tensors = tuple(
-            (name, t if t is None else (number(t), t.requires_grad, *_laid(t)))
+            (name, t if t is None else (number(t), signature(t), t.untyped_storage().nbytes()))
             for table in tables
             for name, t in table.items()
         )
         within = tuple((name, number(child)) for name, child in own["_modules"].items())
         found.append((kind, number(part), repr(sorted(options.items())), tensors, within))
     return tuple(found)
-
-
-def _laid(t: Tensor) -> tuple[Any, ...]:
-    return t.shape, t.stride(), t.dtype, t.device, t.untyped_storage().nbytes()
 
 
 def _is_simple(value: Any) -> bool:
