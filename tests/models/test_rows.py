@@ -483,6 +483,17 @@ class Paired(nn.Module):
         return self.decoder(y, self.encoder(x).mean(1, keepdim=True))
 
 
+def test_a_batch_that_needs_more_is_refused_and_the_budget_is_divided_anew():
+    plain, model = Loop(), Loop()
+    rg.budget(model, least_of(model, inputs()), inputs())
+    larger = inputs(length=40)
+    with pytest.raises(rg.BudgetError):
+        trained(model, larger)
+    division = rg.budget(model, "30%", larger)
+    same(trained(model, larger), trained(plain, larger))
+    assert working_bytes(model, larger) <= division.peak_bytes + LOSS + larger.nbytes * WIDTH // 6
+
+
 class Momentary(Loop):
     """Blocks, and something beside them that takes much for a moment and saves nothing."""
 
