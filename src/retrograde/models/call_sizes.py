@@ -5,8 +5,8 @@ one that is kept whole, lean, or dropped. So measuring holds what one call takes
 of its parameters. It leaves no trace.
 """
 
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -142,9 +142,7 @@ class _Phases:
                 self.seeds.append(turned)
                 del seed, turned
             begin = [torch.empty(0, device=self.device)]
-            with muted_hooks(own), ExitStack() as stack:
-                for t in own:
-                    stack.callback(t.register_hook(partial(_accumulated, t)).remove)
+            with as_accumulated(own):
                 found = torch.autograd.grad(root, [*edges, *own], begin, allow_unused=True)
             back = [g for g in found[: len(edges)] if g is not None]
             self.turns[self.turned] = any(not g.is_contiguous() for g in back)
@@ -153,6 +151,15 @@ class _Phases:
 
     def clear(self) -> None:
         self.result, self.state, self.root, self.edges, self.for_caller = None, [], [], [], []
+
+
+@contextmanager
+def as_accumulated(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Silence the hooks of leaves in a block, where ``grad`` takes as much as ``backward``."""
+    with muted_hooks(leaves), ExitStack() as stack:
+        for t in leaves:
+            stack.callback(t.register_hook(partial(_accumulated, t)).remove)
+        yield
 
 
 def _accumulated(leaf: Tensor, gradient: Tensor) -> Tensor | None:

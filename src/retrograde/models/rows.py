@@ -38,7 +38,6 @@ from retrograde.replay.surroundings import version
 from retrograde.run.transforms import uncompiled
 from retrograde.sizes.elsewhere import Elsewhere
 
-_OUT_OF_TURN = "is not called in turn where gradients are recorded"
 _MARK = "_retrograde_pass"  # an attribute of the tensor that a layer hands on
 
 
@@ -230,8 +229,8 @@ class CalledRow:
     def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the call of the model that has this number in the row."""
         if self.elsewhere is not None:
-            if self.events and self.events[-1] is not self:
-                self.events[-1].look()
+            if self.events and (last := self.events[-1]) is not self:
+                last.kept.update(last._alive())  # which states but the last are still there
             self.events.append(self)
             self.numbers.append(self.elsewhere.begin((args, kwargs), counts=True))
         result = None
@@ -246,10 +245,6 @@ class CalledRow:
         finally:
             if self.elsewhere is not None:
                 self.elsewhere.end(result)
-
-    def look(self) -> None:
-        """Note which states but the last are still there, after a run on a sample."""
-        self.kept.update(self._alive())
 
     def _alive(self) -> list[int]:
         return [k for k, made in enumerate(self.made) if any(t() is not None for t in made)]
@@ -316,7 +311,8 @@ class CalledRow:
         if part == 0 and active[:1] == [k] and isinstance(state, Tensor):
             return self._begin(active, given)
         if k in active and self.seen is not None:
-            raise RefusedLayerError(*self.calls[number], _OUT_OF_TURN)
+            reason = "is not called in turn where gradients are recorded"
+            raise RefusedLayerError(*self.calls[number], reason)
         if k in active:
             warnings.warn(
                 f"layer {self.names[k]} was not called on the output of the layer before "

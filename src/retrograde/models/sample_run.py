@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from retrograde.errors import BudgetError, CellError
 from retrograde.models.call_order import CallOrder, Layers, ModuleCall, noted
-from retrograde.models.call_sizes import Known
+from retrograde.models.call_sizes import Known, as_accumulated
 from retrograde.models.given import tensors_in
 from retrograde.models.replace_modules import Budgeted, Swappable, replace_module, twin, wrapped
 from retrograde.models.rows import CalledRow, Timeline, release
@@ -32,7 +32,7 @@ from retrograde.recurrent.weights import last_weights
 from retrograde.replay.generators import sources
 from retrograde.replay.places import Entries
 from retrograde.replay.referents import find_referents
-from retrograde.replay.surroundings import Ambient, muted_hooks, muted_modules, put_back
+from retrograde.replay.surroundings import Ambient, muted_modules, put_back
 from retrograde.replay.trial_watch import DrawWatch
 from retrograde.run.transforms import refuse_transforms, uncompiled
 from retrograde.sizes.allocations import measure
@@ -335,8 +335,8 @@ def what_is_elsewhere(
 
 def bytes_of_a_pass(model: nn.Module, sample: Any) -> int:
     """Run a model forward and backward on a sample. Return its working bytes, or 0 if it raises."""
-    weights = [*model.parameters()]
-    wanted = [t for t in (*weights, *tensors_in(sample)) if t.requires_grad]
+    own = [p for p in model.parameters() if p.requires_grad]
+    wanted = [*own, *(t for t in tensors_in(sample) if t.requires_grad)]
 
     def both_ways() -> Any:
         outputs = [t for t in tensors_in(run_model(model, sample)) if t.requires_grad]
@@ -344,8 +344,8 @@ def bytes_of_a_pass(model: nn.Module, sample: Any) -> int:
         return outputs, torch.autograd.grad(outputs, wanted, [*ones], allow_unused=True)
 
     try:
-        muted = muted_modules([*model.modules()]), muted_hooks(weights)
-        with untouched(model), _eager(), torch.enable_grad(), muted[0], muted[1]:
+        muted = muted_modules([*model.modules()])
+        with untouched(model), _eager(), torch.enable_grad(), muted, as_accumulated(own):
             return measure(both_ways).working_bytes
     except Exception:  # a model may allow only backward(), for example
         return 0
