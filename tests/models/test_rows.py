@@ -1110,6 +1110,21 @@ def test_what_cannot_be_run_again_is_named():
     assert "0.blocks.0.up … 0.blocks.0.dropout" in division.shares  # what is within one
 
 
+def test_a_model_that_needs_gradients_to_run_is_told_why_it_has_no_rows():
+    class Picks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x).tanh()
+            return next(t for t in [x] if t.requires_grad)
+
+    with pytest.raises(rg.CellError, match=r"\(Picks raises without gradients: StopIteration"):
+        rg.budget(Picks(), "90%", torch.randn(9, WIDTH))
+
+
 class Listed(nn.Module):
     """Layers that are given a list, which the model or they fill with something else."""
 

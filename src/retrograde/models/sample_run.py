@@ -272,7 +272,8 @@ def called_in_turn(model: nn.Module, sample: Any) -> CallOrder:
         return none
     try:
         order, draws, python = _noted(model, sample)
-    except Exception:  # the run that measures will raise it again
+    except Exception as error:  # the run that measures has gradients, and may not raise it again
+        none.refused = {type(model).__name__: f"raises without gradients: {error!r}"}
         return none
     order.preferred = order.runs()
     fills = (0.0, _ALMOST_ONE) if draws else ()
@@ -389,8 +390,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     parts = found.parts()
     devices = {t.device for t in (*model.parameters(), *model.buffers())} or {torch.device("cpu")}
     chance = dict.fromkeys(s for device in devices for s in sources(device, found.generators))
-    flat = [part._flat_weights for part in parts if isinstance(part, nn.RNNBase)]
-    weights = [(held, [*held]) for held in flat]  # torch changes them with an attribute
+    weights = [(w := part._flat_weights, [*w]) for part in parts if isinstance(part, nn.RNNBase)]
     buffers = tuple({id(b): b for part in parts for b in part.buffers(recurse=False)}.values())
     grads = [(p, p.grad) for p in model.parameters()]
     attributes = [place for place in found.places if isinstance(place, Entries)]
@@ -400,6 +400,6 @@ def untouched(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         for listed, were in weights:
-            listed[:] = were
+            listed[:] = were  # torch changes them with an attribute
         for p, grad in grads:
             p.grad = grad
