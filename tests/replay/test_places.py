@@ -3,7 +3,7 @@
 import io
 import itertools
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from functools import partial
 
 import numpy as np
@@ -205,6 +205,23 @@ def test_small_arrays_are_places_and_large_ones_data():
     put_back(places, before)
     assert not small.any()
     assert large[0] == 1
+
+
+def test_a_dict_that_makes_what_it_returns_is_noted_without_asking_it():
+    class Makes(OrderedDict):
+        def __getitem__(self, key):
+            raise AssertionError(f"{key} was made")
+
+    kinds = Makes(gelu=nn.GELU)
+
+    def cell(x, h):
+        return x if "gelu" in kinds else h, h
+
+    places, before = note(cell)
+    kinds["relu"] = nn.ReLU
+    assert changed(places, before) == ["the variable 'kinds'['relu']"]
+    put_back(places, before)
+    assert [*kinds] == ["gelu"]
 
 
 def test_libraries_are_not_looked_into():

@@ -175,8 +175,9 @@ class CallOrder:
             alike[tuple((id(c.module), c.slot) for c in run)].append(run)
         found: list[Layers] = [[]]
         for same in alike.values():
+            times = Counter(id(call.module) for call in same[0] for _ in same)
             for call in same[0]:
-                if rides(call.module) or self.times[id(call.module)] == len(same):
+                if rides(call.module) or self.times[id(call.module)] == times[id(call.module)]:
                     found[-1] += [call] if found[-1] or not rides(call.module) else []
                 else:
                     found.append([])
@@ -224,8 +225,6 @@ class CallOrder:
                 close()
                 found.extend(within or self._runs(call, large))
                 continue
-            if any(call.module is one.module for one in current):
-                close()
             made = {n for n in current[-1].made if uses[n] == 1} if current else set()
             slot = call.slot_of(made)
             if slot is None:

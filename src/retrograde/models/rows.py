@@ -44,7 +44,8 @@ _MARK = "_retrograde_pass"  # an attribute of the tensor that a layer hands on
 class RowForward:
     """The ``forward`` of a module in a row, which passes its calls to the row.
 
-    A rider may be called at several places, each of which is a row and a number in it.
+    A module may be called at several places, each of which is a row and a number in it. The state
+    that it is given tells which.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -53,12 +54,12 @@ class RowForward:
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        row, number = self.places[0]
-        if rides(self.module):  # it may also be called outside of its rows
-            now = _pass_of(args[0]) if args else None
-            if now is None or (now.row, now.next) not in self.places:
-                return own_forward(self.module)(*args, **kwargs)
-            row, number = now.row, now.next
+        given = [*args, *kwargs.values()] if rides(self.module) or len(self.places) > 1 else []
+        turns = [(now.row, now.next) for t in given if (now := _pass_of(t)) is not None]
+        at = next((turn for turn in turns if turn in self.places), self.places[0])
+        if rides(self.module) and at not in turns:  # it may also be called outside of its rows
+            return own_forward(self.module)(*args, **kwargs)
+        row, number = at
         return row.call(number, args, kwargs)
 
 
@@ -362,7 +363,7 @@ class CalledRow:
 def _pass_of(t: Any) -> _Pass | None:
     """Return the pass that a tensor belongs to; None if it was written to since then."""
     now, then = getattr(t, _MARK, (None, 0))
-    return now if then == version(t) else None
+    return now if now is not None and then == version(t) else None
 
 
 def passes_through(layer: nn.Module) -> bool:

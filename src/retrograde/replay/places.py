@@ -140,7 +140,7 @@ class Contents(Place):
     def read(self) -> Seen:
         held = self.holder
         if isinstance(held, dict):
-            return dict(held)
+            return dict(dict.items(held))  # a subclass may make what it returns
         if isinstance(held, np.ndarray):
             return {None: held.copy()}
         return {None: frozenset(held)} if isinstance(held, set) else dict(enumerate(held))
