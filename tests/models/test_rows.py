@@ -1323,12 +1323,64 @@ class Reusing(Loop):
         return self.drop(super().forward(self.drop(x)))
 
 
-def test_a_module_that_is_called_elsewhere_too_divides_a_row():
+@pytest.mark.parametrize("share", [0, 0.5, 1])
+def test_a_module_that_is_called_twice_in_a_row_is_two_calls(share):
     model, x = Reusing(), inputs()
-    plain = copy.deepcopy(model)
-    division = rg.budget(model, "50%", x)
-    assert [*division.shares] == ["embed … norm"]
+    plain, least = copy.deepcopy(model), least_of(model, x)
+    division = rg.budget(model, "100%", x)
+    total = round(least + share * (division.ordinary_bytes - least))
+    assert [*rg.budget(model, total, x).shares] == ["drop … drop"]
     same(trained(model, x), trained(plain, x))
+    assert working_bytes(model, x) <= total + division.elsewhere_bytes + 3 * LOSS
+
+
+class Tied(nn.Module):
+    """Blocks, and a head with the weights of the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(50, 64)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6))
+        self.head = nn.Linear(64, 50)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        h = self.embed(x.to(torch.int64))
+        for block in self.blocks:
+            h = block(h)
+        return self.head(h)
+
+
+def looped(count):
+    torch.manual_seed(0)
+    wide = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh())
+    return Chained([wide] * count)
+
+
+@pytest.mark.parametrize("rows", [16, 256])
+@pytest.mark.parametrize("share", [0, 0.5, 1])
+@pytest.mark.parametrize("make", [lambda: looped(2), lambda: looped(6), Tied], ids=["2", "6", "w"])
+def test_gradients_that_several_calls_add_to_one_another_are_counted(make, share, rows):
+    model = make()
+    x = torch.randn(rows, 64) if isinstance(model, Chained) else torch.randint(50, (rows,))
+    plain, least = copy.deepcopy(model), least_of(model, x)
+    ordinary = rg.budget(model, "100%", x).ordinary_bytes
+    division = rg.budget(model, round(least + share * (ordinary - least)), x)
+    same(trained(model, x), trained(plain, x))
+    assert working_bytes(model, x) <= division.total_bytes + division.elsewhere_bytes + LOSS
+
+
+@pytest.mark.parametrize("share", [0, 0.5, 1])
+def test_a_sequential_counts_the_gradients_of_a_layer_that_it_has_twice(share):
+    model, x = rg.Sequential(*looped(6).layers, memory="100%"), torch.randn(16, 64)
+    model.memory = 1
+    with pytest.raises(rg.BudgetError) as refusal:
+        model.fit(x)
+    least = refusal.value.minimum_bytes
+    model.memory = "100%"
+    model.memory = round(least + share * (model.fit(x).ordinary_bytes - least))
+    assert working_bytes(model, x) <= model.memory + LOSS
 
 
 def test_a_number_that_is_annealed_is_not_measured_again(monkeypatch):
@@ -1357,7 +1409,8 @@ def test_a_row_that_is_called_twice_holds_nothing_in_the_run_on_the_sample():
     plain, once = copy.deepcopy(model), rg.budget(Loop(dropout=0.0), "100%", x)
     division = rg.budget(model, "100%", x)
     assert division.shares["embed … norm"].calls == 2
-    assert division.ordinary_bytes == 2 * once.ordinary_bytes
+    added = sum(p.nbytes for p in model.parameters())  # gradients that both passes may add to
+    assert division.ordinary_bytes == 2 * (once.ordinary_bytes + added)
     assert division.elsewhere_bytes <= x.nbytes * WIDTH // 6
     rg.budget(model, least_of(model, x), x)
     same(trained(model, x), trained(plain, x))

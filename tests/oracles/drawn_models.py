@@ -1,8 +1,9 @@
 """Models with habits that a budget must keep exact or refuse: drawn by number, each by itself.
 
-A model is a few blocks, called by a loop or a ``Sequential``. Drawn for each: the blocks, the last
-layer, where auxiliary losses are left, how layers are skipped at random, what is drawn between
-layers, and how the gradient of the output lies in memory.
+A model is a few blocks, called by a loop or a ``Sequential``. Drawn for each: the blocks, whether
+they are one or two that are called again and again, the last layer, where auxiliary losses are
+left, how layers are skipped at random, what is drawn between layers, and how the gradient of the
+output lies in memory.
 
     reading = read(17, 1.15)   # model 17 within 1.15 times its least budget
 """
@@ -144,6 +145,7 @@ class Drawn:
     frozen: str
     autocast: bool
     levels: bool
+    shared: int  # the layers are the first one or two of them, again and again
 
     def model(self, device):
         model = self.trained().to(device)
@@ -170,6 +172,8 @@ class Drawn:
             "norm": lambda: nn.LayerNorm(self.width),
             "linear": lambda: nn.Linear(self.width, self.width),
         }
+        if self.shared:
+            layers = [layers[k % self.shared] for k in range(len(layers))]
         layers += [last[self.last]()] if self.last else []
         if self.aux == "hook":
             for layer in layers[1:3]:
@@ -226,6 +230,7 @@ def draw(number):
         frozen=of(["", "", "", "weights", "biases", "some"]),
         autocast=of([False, False, True]),
         levels=of([False, False, True]) and how == "loop",
+        shared=of([0, 0, 0, 1, 2]),
     )
 
 

@@ -21,7 +21,7 @@ of the parts.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -212,7 +212,12 @@ def _watched(
     again.
     """
     while True:
-        watched: list[Watched] = [*_modules(model), *map(WatchedRow, order.preferred)]
+        watched: list[Watched] = [
+            WatchedModule(name, m, name or type(model).__name__)
+            for name, m in model.named_modules()
+            if isinstance(m, nn.RNNBase) or is_chain(m)
+        ]
+        watched += [WatchedRow(run, order.tied_from(run)) for run in order.preferred]
         events = list[CalledRow]()
         try:
             with untouched(model), torch.enable_grad(), ExitStack() as stack:
@@ -237,13 +242,6 @@ def _watched(
         if not watched:
             raise CellError(_nothing(model, refused))
         return watched, held, sum(one.used(one.ordinary_bytes) for one in without)
-
-
-def _modules(model: nn.Module) -> Iterator[WatchedModule]:
-    """Yield every module that gets a budget of its own, once."""
-    for name, m in model.named_modules():
-        if isinstance(m, nn.RNNBase) or is_chain(m):
-            yield WatchedModule(name, m, name or type(model).__name__)
 
 
 def _nothing(model: nn.Module, refused: dict[str, str]) -> str:

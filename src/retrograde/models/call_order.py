@@ -23,7 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from retrograde.cells.any_recurrent import Recurrent
 from retrograde.models.chain_plans import is_hooked
-from retrograde.models.given import Given, made_by, tensors_in
+from retrograde.models.given import Given, made_by, tensors_in, tied
 from retrograde.models.replace_modules import is_chain
 from retrograde.models.rows import passes_through, rides
 from retrograde.models.sequential import Sequential
@@ -158,6 +158,7 @@ class CallOrder:
         self.whole = sum(call.held for call in top.inside)
         self.times = Counter(id(call.module) for call in self.every)
         self.ready = {id(call) for call in self.every if call.refusal is None}
+        self.tied = tied(one.module.parameters(recurse=not one.inside) for one in self.every)
         self.names = [call.name for call in self.every]
         self.preferred: list[Layers] = []  # the runs that should become chains
         self.refused: dict[str, str] = {}  # those that cannot, and the reasons
@@ -234,6 +235,11 @@ class CallOrder:
             current.append(call)
         close()
         return found
+
+    def tied_from(self, run: Layers) -> frozenset[Tensor]:
+        """Return the weights of several calls, one of which is in a run or comes after it."""
+        later = self.every[self.every.index(run[0]) :]
+        return self.tied & {p for call in later for p in call.module.parameters()}
 
     def refuse(self, kind: type[nn.Module]) -> None:
         """Leave the layers of a class out of all runs, for one of them was refused."""

@@ -39,6 +39,7 @@ from retrograde.sizes.allocations import Phase, measure_phases
 from retrograde.sizes.cache import LRUCache
 from retrograde.units import format_bytes
 
+Weights = frozenset[Tensor]
 _MARK_BYTES = 8  # one number, which tells a generator's position before and after a run
 _RERUN_BYTES = 1013  # that no other tensor has
 _ROUNDS = 3
@@ -49,11 +50,14 @@ class _Phases:
     """The phases of a call, for each way to keep it. It owns the state, and lets it go.
 
     ``state`` are the arguments that the call before made, or those of the ``first`` call. With
-    ``turned``, the gradient of the result has reversed strides.
+    ``turned``, the gradient of the result has reversed strides. The gradients of ``tied`` weights
+    are added to those of other calls.
     """
 
-    def __init__(self, unit: Unit, given: Given, state: Sequence[Tensor], *, first: bool) -> None:
-        self.unit, self.given, self.first, self.turned = unit, state, first, False
+    def __init__(
+        self, unit: Unit, given: Given, state: Sequence[Tensor], tied: Weights, *, first: bool
+    ) -> None:
+        self.unit, self.given, self.tied, self.first, self.turned = unit, state, tied, first, False
         leaves, self.spec = given.leaves, given.spec
         self.device = tensors_in(leaves)[0].device
         ours = {id(t): n for n, t in enumerate(state)}
@@ -68,9 +72,8 @@ class _Phases:
         self.like: list[tuple[Any, ...]] = []
         self.for_caller: list[Tensor | None] = []
         self.turns = [False, False]
-        self.handed, self.hands_on = 0, False
+        self.handed, self.hands_on, self.apart = 0, False, 0
         self.gradients: list[int] = []
-        self.apart = 0
 
     def begin(self, *, turned: bool = False) -> None:
         self.turned = turned
@@ -128,9 +131,6 @@ class _Phases:
                 self.root = [get_gradient_edge(Leave.apply(self.seeds, *found))]  # type: ignore[no-untyped-call]
         self.result = None
 
-    def release_state(self) -> None:
-        self.state.clear()
-
     def backpropagate(self) -> None:
         root, edges = [*self.root], [*self.edges]
         self.root, self.edges = [], []
@@ -142,7 +142,7 @@ class _Phases:
                 self.seeds.append(turned)
                 del seed, turned
             begin = [torch.empty(0, device=self.device)]
-            with as_accumulated(own):
+            with as_accumulated(own, self.tied):
                 found = torch.autograd.grad(root, [*edges, *own], begin, allow_unused=True)
             back = [g for g in found[: len(edges)] if g is not None]
             self.turns[self.turned] = any(not g.is_contiguous() for g in back)
@@ -154,18 +154,19 @@ class _Phases:
 
 
 @contextmanager
-def as_accumulated(leaves: Sequence[Tensor]) -> Iterator[None]:
+def as_accumulated(leaves: Sequence[Tensor], tied: Weights = frozenset()) -> Iterator[None]:
     """Silence the hooks of leaves in a block, where ``grad`` takes as much as ``backward``."""
     with muted_hooks(leaves), ExitStack() as stack:
         for t in leaves:
-            stack.callback(t.register_hook(partial(_accumulated, t)).remove)
+            stack.callback(t.register_hook(partial(_accumulated, t, t in tied)).remove)
         yield
 
 
-def _accumulated(leaf: Tensor, gradient: Tensor) -> Tensor | None:
-    """Return what autograd hands to the caller: a copy, if its memory has another order."""
+def _accumulated(leaf: Tensor, added: bool, gradient: Tensor) -> Tensor | None:
+    """Return what autograd hands to the caller: a sum with what is there, or a copy, if its memory
+    has another order."""
     alike = gradient.layout is not torch.strided or gradient.stride() == leaf.stride()
-    return None if alike else torch.empty_like(leaf)
+    return torch.empty_like(leaf) if added or not alike else None
 
 
 def _memory(tensors: Sequence[Tensor]) -> dict[int, int]:
@@ -189,7 +190,7 @@ class Known:
         units: of their calls, as far as they were measured.
         sizes: of these.
         plans: by budget.
-        tied: the weights that several layers have.
+        tied: the weights that several calls have.
         kept: what the model keeps for later: 0 is the first input, k the output of call k − 1.
         lingers: pairs of a call and such a state, which is still there while the call first runs.
     """
@@ -198,7 +199,7 @@ class Known:
     units: list[Unit] = field(default_factory=list)
     sizes: list[CallSizes] = field(default_factory=list)
     plans: dict[int, tuple[Part, ...]] = field(default_factory=dict)
-    tied: frozenset[Tensor] = frozenset()
+    tied: Weights = frozenset()
     kept: set[int] = field(default_factory=set)
     lingers: set[tuple[int, int]] = field(default_factory=set)
 
@@ -219,9 +220,10 @@ class Known:
         self.units.append(unit)
         self.sizes.append(found)
         turned = last  # the caller's gradient may lie in memory in any way
+        waits = sum(p.nbytes for p in self.tied if p.requires_grad)  # their gradients add up
         for at in range(len(self.sizes) - 1, -1, -1) if last else ():
             size = self.sizes[at]
-            self.sizes[at] = size.held_back(0, size.turned_bytes if turned else 0)
+            self.sizes[at] = size.held_back(waits, size.turned_bytes if turned else 0)
             turned = size.turns[turned]
 
     @property
@@ -257,8 +259,7 @@ class Known:
 
     def late_plan(self, room: int) -> tuple[Part, ...]:
         """Return the plan of a pass that was measured while it ran, as one group."""
-        parts = fastest(self.sizes, max(room, least(self.sizes)))
-        return (Part(0, len(self.sizes), 0, parts),)
+        return (Part(0, len(self.sizes), 0, fastest(self.sizes, max(room, least(self.sizes)))),)
 
     @classmethod
     def of_rows(cls, kinds: Sequence["Known"], waits: Sequence[Waits]) -> "Known":
@@ -330,19 +331,18 @@ class Plans:
 
     def measure(
         self, unit: Unit, layers: Sequence[nn.Module], given: Given,
-        made: Sequence[Tensor | None] | None, repeats: int | None = None,
+        made: Sequence[Tensor | None] | None, tied: Weights, repeats: int | None = None,
     ) -> CallSizes:  # fmt: skip
         """Return the sizes of a call. ``made`` are the tensors that the call before made, or None
         for the first call. One that lies in memory of that call's own input is None."""
-        parts, kind, first = parts_of(layers), given.kind(), made is None
+        parts, first = parts_of(layers), made is None
+        kind = given.kind(), *(t in tied for t in unit.reads if tied)
         made = tensors_in(given.state) if made is None else made
-        state = [t for t in made if t is not None]
         memory = first or tuple(t if t is None else t.untyped_storage().nbytes() for t in made)
         key = make_of(parts), kind, memory
         if key[0] is None or key not in self.sizes:
-            one = _Phases(unit, given, state, first=first)
-            own = (part.parameters(recurse=False) for part in parts)
-            shapes = [[(t.shape, t.requires_grad) for t in tensors] for tensors in own]
+            one = _Phases(unit, given, [t for t in made if t is not None], tied, first=first)
+            shapes = [[(p.shape, p.requires_grad) for p in m.parameters(False)] for m in parts]
             alike = tuple(map(type, parts)), str(shapes), kind
             with unit.ambient.measured():
                 phases, taken = _phases(one)
@@ -385,7 +385,7 @@ def _phases(one: _Phases) -> tuple[list[Callable[[], None]], dict[int, float]]:
         record = partial(one.record, max(way, KEPT))
         phases += [
             partial(one.begin, turned=way == _TURNED), clocked(way, record), one.release_result,
-            one.release_state, clocked(way, one.backpropagate), one.clear,
+            lambda: one.state.clear(), clocked(way, one.backpropagate), one.clear,
         ]  # fmt: skip
     return phases, taken
 

@@ -193,7 +193,8 @@ def measured(layers: Layers, input: Any, plans: Plans, repeats: int | None = Non
         CellError: a layer cannot be run exactly; the message names it.
     """
     together = -(-len(layers) // _MOST_UNITS)
-    kind, made, value = Known(tied=tied([layer] for _, layer in layers)), None, _alone(input, None)
+    kind = Known(tied=tied(layer.parameters() for _, layer in layers))
+    made, value = None, _alone(input, None)
     tried = _try(layers[:1], value)
     if tried.writes:
         raise CellError(_WRITES.format(layers[0][0], "the chain's input"))
@@ -213,7 +214,7 @@ def measured(layers: Layers, input: Any, plans: Plans, repeats: int | None = Non
                 raise CellError(_WRITES.format(layers[size - 1][0], whose))
         modules, given = [layer for _, layer in layers[:size]], Given((value,))
         # The unit's result is not held meanwhile, but computed once more.
-        found = plans.measure(tried.unit, modules, given, made, repeats)
+        found = plans.measure(tried.unit, modules, given, made, kind.tied, repeats)
         kind.add(tried.unit, found, last=size == len(layers))
         if size < len(layers):
             value = _result(tried, value)

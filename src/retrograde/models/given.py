@@ -5,7 +5,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from retrograde.sizes.cache import signature
@@ -51,9 +51,9 @@ class Given:
         return None
 
 
-def tied(layers: Iterable[Iterable[nn.Module]]) -> frozenset[Tensor]:
-    """Return the weights that several layers, each of some modules, have."""
-    users = Counter(p for one in layers for p in {p for module in one for p in module.parameters()})
+def tied(weights: Iterable[Iterable[Tensor]]) -> frozenset[Tensor]:
+    """Return the weights that several calls have, given those of each."""
+    users = Counter(p for own in weights for p in own)
     return frozenset(p for p, count in users.items() if count > 1)
 
 

@@ -320,7 +320,7 @@ class Row:
 
     Attributes:
         parts: the plan.
-        tied: the weights that several layers have.
+        tied: the weights that several calls have.
         late: makes the plan when the pass goes back, of a row whose calls are all one group.
     """
 

@@ -29,8 +29,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from retrograde.errors import CellError
 from retrograde.machine import MEASURING
-from retrograde.models.call_sizes import Known, Plans, too_small
-from retrograde.models.given import Given, made_by, tensors_in, tied
+from retrograde.models.call_sizes import Known, Plans, Weights, too_small
+from retrograde.models.given import Given, made_by, tensors_in
 from retrograde.models.refill import Dropped, Row
 from retrograde.models.trials import try_call
 from retrograde.plan.calls import Part, Waits, held_of
@@ -200,10 +200,13 @@ class CalledRow:
         calls: the called modules, by name, in the order of the calls. Riders are parts of the
             layers before them.
         slots: the argument of each layer that is the state.
+        tied: the weights that several calls of the model have, of these or later ones.
     """
 
-    def __init__(self, calls: Sequence[tuple[str, nn.Module]], slots: Sequence[int | str]) -> None:
-        self.calls, self.timeline = [*calls], Timeline([self])
+    def __init__(
+        self, calls: Sequence[tuple[str, nn.Module]], slots: Sequence[int | str], tied: Weights
+    ) -> None:
+        self.calls, self.timeline, self.tied = [*calls], Timeline([self]), tied
         starts = [i for i, (_, module) in enumerate(calls) if not rides(module)]
         self.names, self.layers = [], list[list[nn.Module]]()
         self.slots: list[int | str] = []
@@ -213,7 +216,7 @@ class CalledRow:
             self.layers.append([module for _, module in calls[start:stop]])
             self.slots.append(slots[start])
             self.parts += [(k, part) for part in range(stop - start)]
-        self.plans, self.tied = Plans(), tied(self.layers)
+        self.plans = Plans()
         self.seen: list[Known] | None = None  # of all passes, during the run on a sample
         self.events = list[CalledRow]()  # the rows of all calls, in the order of that run
         self.made = list[list[ref[Tensor]]]()  # its first input and outputs, in that run
@@ -354,7 +357,7 @@ class CalledRow:
         with MEASURING:  # another thread may be measuring the same
             if len(kind.sizes) == at:
                 unit = try_call(self.names[k], forward, layers, given).unit
-                found = self.plans.measure(unit, layers, given, made)
+                found = self.plans.measure(unit, layers, given, made, self.tied)
                 kind.add(unit, found, last=at + 1 == len(kind.active))
                 if kind.is_measured and self.seen is None:
                     kind.settle()
@@ -368,9 +371,8 @@ def _pass_of(t: Any) -> _Pass | None:
 
 def passes_through(layer: nn.Module) -> bool:
     """Return whether a layer returns the very tensor that it is given."""
-    if isinstance(layer, nn.Identity):
-        return True
-    return isinstance(layer, _DropoutNd) and (not layer.training or layer.p == 0)
+    is_off = isinstance(layer, _DropoutNd) and (not layer.training or layer.p == 0)
+    return is_off or isinstance(layer, nn.Identity)
 
 
 def release(modules: Iterable[nn.Module]) -> None:
@@ -389,5 +391,4 @@ def rides(module: nn.Module) -> bool:
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:
     """Return the forward pass of a module's class, without a :class:`RowForward`."""
-    forward: Callable[..., Any] = partial(type(module).forward, module)
-    return forward
+    return partial(type(module).forward, module)

@@ -17,13 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import container
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from retrograde.errors import BudgetError, CellError
 from retrograde.models.call_order import CallOrder, Layers, ModuleCall, noted
-from retrograde.models.call_sizes import Known, as_accumulated
+from retrograde.models.call_sizes import Known, Weights, as_accumulated
 from retrograde.models.given import tensors_in
 from retrograde.models.replace_modules import Budgeted, Swappable, replace_module, twin, wrapped
 from retrograde.models.rows import CalledRow, Timeline, release
@@ -188,9 +187,9 @@ class WatchedRow(Watched):
     """A run of layers, which the model calls one after the other. In the run on the sample all of
     their calls are dropped."""
 
-    def __init__(self, layers: Layers) -> None:
+    def __init__(self, layers: Layers, tied: Weights) -> None:
         super().__init__(run_name(layers), run_name(layers))
-        self.row = CalledRow([(c.name, c.module) for c in layers], [c.slot for c in layers])
+        self.row = CalledRow([(c.name, c.module) for c in layers], [c.slot for c in layers], tied)
 
     def give(self, part: int) -> Iterable[tuple[Watched, int]]:
         timeline = self.row.timeline
@@ -257,22 +256,16 @@ class WatchedRows(Watched):
 
 def run_name(run: Layers) -> str:
     """Return the name of a run of layers."""
-    return " … ".join(dict.fromkeys((run[0].name, run[-1].name)))
+    return " … ".join(call.name for call in run[:: max(1, len(run) - 1)])
 
 
 def called_in_turn(model: nn.Module, sample: Any) -> CallOrder:
-    """Return the calls of a model on a sample, with its preferred runs of layers.
-
-    There are none if the model has too few parts for a run of layers, or if it raises.
-    """
+    """Return the calls of a model on a sample, with its preferred runs; none if it raises."""
     model = getattr(model, "_orig_mod", model)  # if it is compiled
-    aside = (nn.RNNBase, container.Sequential, container.ModuleList, container.ModuleDict)
-    none = CallOrder(ModuleCall("", model))
-    if sum(not isinstance(m, aside) for m in model.modules()) < 2:
-        return none
     try:
         order, draws, python = _noted(model, sample)
     except Exception as error:  # the run that measures has gradients, and may not raise it again
+        none = CallOrder(ModuleCall("", model))
         none.refused = {type(model).__name__: f"raises without gradients: {error!r}"}
         return none
     order.preferred = order.runs()

@@ -162,8 +162,7 @@ register_layer(Sequential, parts=lambda net: nn.Sequential(*net))
 
 def _flat(net: nn.Sequential) -> list[nn.Module]:
     """Return the layers, with the layers of nested chains in place of these."""
-    opens = (nn.Sequential, Sequential)
-    return [layer for _, layer in named_layers(net, lambda nested: type(nested) in opens)]
+    return [one for _, one in named_layers(net, lambda m: type(m) in (nn.Sequential, Sequential))]
 
 
 def _check_options(backward: Any, algorithm: Any, levels: Any, memory: Memory | None) -> None:
