@@ -634,21 +634,28 @@ def compile_budget() -> str:
     return table(head, rows) + f"\n{source('compile_budget_cpu')}\n"
 
 
-def timm_models() -> str:
-    rows = [row for row in results("timm_models_cpu")["rows"] if "bits" in row]
-    refused = len(results("timm_models_cpu")["rows"]) - len(rows)
+def architectures() -> str:
+    return f"{_of_library('timm')}\n{_of_library('transformers')}"
+
+
+def _of_library(library: str) -> str:
+    every = results(f"{library}_models_cpu")["rows"]
+    rows = [row for row in every if "bits" in row]
+    refused = sum("refused" in row for row in every)
+    left_out = sum("left out" in row for row in every)
     passes = [(row, share) for row in rows for share in row["bits"]]
     steady = [row["bits"][share] for row, share in passes if row["own_bits"]]
-    over = sorted({row["model"] for row, share in passes if row["peaks"][share] > 1.005})
-    worst = max(row["peaks"][share] for row, share in passes)
-    told = max(row["told"][share] for row, share in passes)
+    over = {row["model"] for row, share in passes if row["peaks"][share] > 1.005}
+    worst, share = max(passes, key=lambda one: one[0]["peaks"][one[1]])
+    told, at = max(passes, key=lambda one: one[0]["told"][one[1]])
+    more = f" ({left_out} more were left out)" if left_out else ""
     return (
-        f"Architectures of timm: {len(rows) + refused}, refused: {refused}. Of {len(steady)} "
-        f"steps within a budget, {sum(steady)} had the model's own bits. Peaks "
+        f"Architectures of {library}: {len(rows) + refused}{more}, refused: {refused}. Of "
+        f"{len(steady)} steps within a budget, {sum(steady)} had the model's own bits. Peaks "
         f"passed what the budget and the rest of the model hold in {len(over)} models, at worst by "
-        f"{100 * (worst - 1):.0f} %: {', '.join(over)}. They were at most "
-        f"{100 * (told - 1):.1f} % above what a pass was told to take. "
-        f"{source('timm_models_cpu')}\n"
+        f"{100 * (worst['peaks'][share] - 1):.0f} % ({worst['model']}). They were at most "
+        f"{100 * (told['told'][at] - 1):.1f} % above what a pass was told to take "
+        f"({told['model']}). {source(f'{library}_models_cpu')}\n"
     )
 
 
@@ -660,7 +667,7 @@ BLOCKS: dict[str, Callable[[], str]] = GPU_BLOCKS | {
         planner, chain_networks, sparse_jacobians, rank_jacobians, ranks_memory,
         million_steps, recipes, chain_least, examples, first_call, resident,
         jax_scan, jax_compiling, five_percent, lean, lean_front, lean_beside,
-        lean_overhead, masks, called_layers, compile_budget, timm_models,
+        lean_overhead, masks, called_layers, compile_budget, architectures,
     )
 }  # fmt: skip
 

@@ -1312,6 +1312,23 @@ def test_blocks_that_return_several_tensors(by_result, memory):
     )
 
 
+class Mapping(Loop):
+    """Makes a mask by a map over positions, as models of transformers do."""
+
+    def forward(self, x):
+        at = torch.arange(x.shape[1])
+        later = torch.vmap(torch.vmap(lambda i, j: j > i, (None, 0)), (0, None))(at, at)
+        scale = torch.vmap(lambda row: row.exp().mean())(x)
+        return super().forward(x, scale[:, None, None] * later.any().float().expand(1, 1, WIDTH))
+
+
+def test_a_model_may_map_a_function_beside_its_layers():
+    model, x = Mapping(), inputs()
+    plain = copy.deepcopy(model)
+    assert [*rg.budget(model, "50%", x).shares] == ["embed … norm"]
+    same(trained(model, x), trained(plain, x))
+
+
 class Reusing(Loop):
     """Calls one dropout before its blocks and after them, as T5 does."""
 

@@ -12,6 +12,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
@@ -225,9 +226,9 @@ def _most(spans: Iterable[tuple[int, int, int]]) -> int:
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:
-    """Return tensors, but for sparse ones."""
-    leaves = pytree.tree_leaves(value)
-    return [t for t in leaves if isinstance(t, Tensor) and t.layout is torch.strided]
+    """Return tensors, but for sparse ones and those that a transform wraps."""
+    leaves = (t for t in pytree.tree_leaves(value) if isinstance(t, Tensor))
+    return [t for t in leaves if t.layout is torch.strided and not is_functorch_wrapped_tensor(t)]
 
 
 def _key(t: Tensor) -> int:

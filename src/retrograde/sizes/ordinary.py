@@ -56,10 +56,7 @@ def ordinary_curve(
 
 
 def even_from(found: Highest) -> int | None:
-    """Return the steps from which on bytes grow evenly, so that no longer call needs measuring.
-
-    Return None if even growth has not been seen.
-    """
+    """Return the steps from which on bytes are seen to grow evenly: no longer call is measured."""
     last = found.curves[0].points[-1][0]
     return last if last >= 16 and all(map(_is_even, found.curves)) else None
 
