@@ -643,6 +643,7 @@ def _of_library(library: str) -> str:
     rows = [row for row in every if "bits" in row]
     refused = sum("refused" in row for row in every)
     left_out = sum("left out" in row for row in every)
+    assert not any("raised" in row for row in every)
     passes = [(row, share) for row in rows for share in row["bits"]]
     steady = [row["bits"][share] for row, share in passes if row["own_bits"]]
     over = {row["model"] for row, share in passes if row["peaks"][share] > 1.005}

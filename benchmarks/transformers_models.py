@@ -148,6 +148,8 @@ def row(kind: str) -> dict[str, Any]:
         return {"model": kind, "refused": str(refusal)}
     except TimeoutError as error:
         return {"model": kind, "left out": str(error)}
+    except Exception as error:
+        return {"model": kind, "raised": f"{type(error).__name__}: {error}"}
     finally:
         signal.alarm(0)
 
