@@ -1312,6 +1312,50 @@ def test_blocks_that_return_several_tensors(by_result, memory):
     )
 
 
+class Aside(nn.Module):
+    """A block that also returns a number for each row, by way of a wide layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.on, self.up, self.out = nn.Linear(32, 32), nn.Linear(32, 128), nn.Linear(128, 1)
+
+    def forward(self, x):
+        h = torch.tanh(self.on(x))
+        return h, self.out(torch.sigmoid(self.up(h).tanh()))
+
+
+class WithAsides(nn.Module):
+    """Blocks in a loop, and what they return besides."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Aside() for _ in range(16))
+
+    def forward(self, x):
+        asides = []
+        for block in self.blocks:
+            x, aside = block(x)
+            asides.append(aside)
+        return x, asides
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_what_a_loss_does_not_read_of_a_dropped_call_is_let_go(reads):
+    model, x = WithAsides(), torch.randn(64, 32)
+
+    def step():
+        y, asides = model(x)
+        (y.sum() + (sum(aside.sum() for aside in asides) if reads else 0)).backward()
+        return sum(t.nbytes for t in (y, *asides))
+
+    total = rg.budget(model, least_of(model, x), x).total_bytes
+    step()
+    model.zero_grad()
+    found = rg.measure(step)
+    assert found.working_bytes <= total + found.value + LOSS
+
+
 class Mapping(Loop):
     """Makes a mask by a map over positions, as models of transformers do."""
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Any
 from weakref import ref
 
@@ -37,6 +38,7 @@ State = Sequence[Tensor | None]  # what a call made that the next one is given
 #: The ways to keep a call, by their numbers in a plan. A dropped call runs again; when it does,
 #: and it is lean, cheap values are let go.
 KEPT, LEAN, DROPPED, DROPPED_LEAN = range(4)
+_numbers = count()
 _MANY = 2**16  # numbers of masks that take longer to draw than to look at each function
 _BEYOND = (
     "create_graph=True: what the gradient's own graph saves is held as in ordinary "
@@ -110,6 +112,7 @@ class Dropped:
         self, unit: Unit, given: Given, *, lean: bool, row: "Row | None" = None, number: int = 0
     ) -> None:
         self.unit, self.lean, self.row, self.number = unit, lean, row, number
+        self.born = next(_numbers)
         self.autocast = autocast_as_now(unit.ambient.device)
         self.given, self.spec = [_Argument.of(leaf) for leaf in given.leaves], given.spec
         self.saved: list[ref[Saved]] = []
@@ -196,15 +199,11 @@ class Dropped:
         """Run the call again, and fill what it saved."""
         if torch.is_grad_enabled() and torch._C._current_graph_task_id() >= 0:
             warnings.warn(_BEYOND, stacklevel=2)
+        _empty(torch._C._current_graph_task_id(), self.born)
         if self.row is not None and self.row.prepare(self):
             return
         state, self.state = self.state, []
         self.fill(state, lean=self.lean)
-
-    def is_filled(self) -> bool:
-        """Return whether what it saved is there."""
-        alive = (saved() for saved in self.saved)
-        return any(one is not None and one.value is not None for one in alive)
 
     def fill(self, state: State, *, lean: bool, whole: bool = False) -> Any:
         """Run the call and fill what it saved. With ``whole``, run to the end, and return the
@@ -255,7 +254,9 @@ class Dropped:
         if tape is not None:
             tape.close()
         if task >= 0:
-            torch.autograd.Variable._execution_engine.queue_callback(partial(_empty, ref(self)))
+            if task not in _filled:
+                torch.autograd.Variable._execution_engine.queue_callback(partial(_empty, task))
+            _filled.setdefault(task, []).append(ref(self))
         return result
 
     def _differs(self) -> RetrogradeError:
@@ -265,14 +266,18 @@ class Dropped:
         )
 
 
-def _empty(reference: "ref[Dropped]") -> None:
-    """Let go what a backward pass did not read; what it did is gone, and perhaps the call too."""
-    call = reference()
-    if call is not None:
+_filled: dict[int, list[ref[Dropped]]] = {}  # by backward pass: calls that ran again
+
+
+def _empty(task: int, born: int = -1) -> None:
+    """Let go what a backward pass did not read of calls that began after one: they went back."""
+    calls = [call for one in _filled.pop(task, ()) if (call := one()) is not None]
+    for call in (call for call in calls if call.born > born):
         call.state = []
-        for saved in (one() for one in call.saved):
-            if saved is not None:
-                saved.value = None
+        for saved in filter(None, (one() for one in call.saved)):
+            saved.value = None
+    if born >= 0 and calls:
+        _filled[task] = [ref(call) for call in calls if call.born <= born]
 
 
 def _is_free(t: Tensor, ours: set[int]) -> bool:
@@ -351,8 +356,7 @@ class Row:
             with casts, lean_pass() if way == LEAN else unit.drawing():
                 return forward(*given.args, **given.kwargs), None
         call = Dropped(
-            unit, given,
-            lean=way == DROPPED_LEAN, row=self if grouped else None, number=number,
+            unit, given, lean=way == DROPPED_LEAN, row=self if grouped else None, number=number,
         )  # fmt: skip
         with casts:
             result = call.run(forward, given)
@@ -370,18 +374,16 @@ class Row:
         if self.opened is None:
             self.opened = [*self.parts]
             if torch._C._current_graph_task_id() >= 0:
-                torch.autograd.Variable._execution_engine.queue_callback(self._close)
+                close = partial(setattr, self, "opened", None)
+                torch.autograd.Variable._execution_engine.queue_callback(close)
         while (part := self._part(self.opened, call.number)).parts:
             self._open(part, call.number)
-        if call.is_filled():
+        if any(one.value is not None for one in filter(None, (saved() for saved in call.saved))):
             return True
         if not call.state and call.is_hidden():  # what it saved was there, and was read
             self.opened = None
             return self.prepare(call)
         return False
-
-    def _close(self) -> None:
-        self.opened = None
 
     def _open(self, part: Part, number: int) -> None:
         """Run the calls of a group, up to the part that has a call's number."""
