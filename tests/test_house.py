@@ -40,7 +40,7 @@ ROOMS = {
     "schedule": (1173, 1100),
     "plan": (2670, 2000),
     "sizes": (1442, 1300),
-    "replay": (2045, 1300),
+    "replay": (2044, 1300),
     "run": (2088, 1900),
     "kernels": (5006, 3000),  # a cell will be data, written once
     "recurrent": (3323, 2900),

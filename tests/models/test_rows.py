@@ -1312,6 +1312,28 @@ def test_blocks_that_return_several_tensors(by_result, memory):
     )
 
 
+class Noting(Block):
+    """Notes the type of what it is given, and reads it, as routers of experts do."""
+
+    def forward(self, x, mask=None, **more):
+        self.given = x.dtype
+        return super().forward(x, mask, **more).to(self.given)
+
+
+@pytest.mark.parametrize("share", [0, 0.5, 1])
+def test_a_layer_may_make_an_attribute_in_its_first_call(share):
+    model, x = Loop(dropout=0.0), inputs()
+    model.blocks = nn.ModuleList(Noting(WIDTH, 0.1) for _ in range(6))
+    plain = copy.deepcopy(model)
+    least = least_of(model, x)
+    ordinary = rg.budget(model, "100%", x).ordinary_bytes
+    rg.budget(model, round(least + share * (ordinary - least)), x)
+    assert not hasattr(model.blocks[0], "given")
+    for _ in range(2):
+        same(trained(model, x), trained(plain, x))
+    assert model.blocks[0].given is torch.float32
+
+
 class Aside(nn.Module):
     """A block that also returns a number for each row, by way of a wide layer."""
 

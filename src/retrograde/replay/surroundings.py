@@ -25,6 +25,7 @@ from retrograde.machine import MEASURING, unpacked
 from retrograde.replay.generators import OwnDraws, Source, is_alone
 from retrograde.replay.places import (
     ABSENT,
+    Entries,
     Glance,
     Place,
     Slot,
@@ -65,11 +66,8 @@ class Steady:
 
     def marks(self) -> Marks:
         """Return their present values, to be compared later."""
-        return Marks(
-            [source.position() for source in self.sources],
-            [version(t) for t in self.tensors],
-            self._watch.now(),
-        )
+        positions = [source.position() for source in self.sources]
+        return Marks(positions, [version(t) for t in self.tensors], self._watch.now())
 
     @cached_property
     def _watch(self) -> Watch:
@@ -95,15 +93,16 @@ class Steady:
 
     @contextmanager
     def as_then(self, then: Marks) -> Iterator[None]:
-        """Set modules' ``training`` flags, parameters and buffers in a block as they were.
+        """Set ``training``, parameters, buffers in a block as they were; modules have nothing new.
 
         Raises:
             RetrogradeError: something else that a step reads has changed since.
         """
         changed = self._watch.changes(then.glance)
-        ours = [slot for slot in changed if slot.key == "training" or slot.place.registered]
-        replayed = [(slot, changed[slot], slot.read()) for slot in ours]
-        replayed = [one for one in replayed if one[1] is not ABSENT and one[2] is not ABSENT]
+        ours = {slot for slot in changed if slot.key == "training" or slot.place.registered}
+        added = [s for s, was in changed.items() if was is ABSENT and isinstance(s.place, Entries)]
+        new = {slot for slot in added if "_parameters" in slot.place.holder}  # of modules
+        replayed = [(s, changed[s], now) for s in ours ^ new if (now := s.read()) is not ABSENT]
         others = changed.keys() - {slot for slot, *_ in replayed}
         for name in self._read(others, then):
             raise RetrogradeError(_CHANGED.format(name))
