@@ -78,7 +78,7 @@ def measured(name: str, model: nn.Module, x: Tensor) -> dict[str, Any]:
             p.grad = None
         peak = rg.measure(lambda net=net: step(net, x)).working_bytes
         row["peaks"][share] = round(peak / (division.total_bytes + division.elsewhere_bytes), 3)
-        row["told"][share] = round(peak / max(1, division.peak_bytes), 3)
+        row["told"][share] = round(peak / division.peak_bytes, 3)
     return row
 
 
