@@ -768,7 +768,7 @@ def test_measuring_leaves_no_trace():
 
 
 class Mixed(nn.Module):
-    """Two chains, one of them called twice, a recurrent module, and what has no budget."""
+    """Two chains, one of them called twice in a row, a recurrent module, and what has no budget."""
 
     def __init__(self):
         super().__init__()
@@ -791,6 +791,7 @@ def test_one_budget_for_chains_and_recurrent_modules():
     whole = rg.budget(copy.deepcopy(model), "100%", x)
     division = rg.budget(model, whole.minimum_bytes + 2000, x)
     assert list(division.shares) == ["gru", "first.0 … first.7", "head.deep.0 … short.0"]
+    assert division.shares["first.0 … first.7"].calls == 1  # of a row that has them twice
     assert [type(m) for m in (model.first, model.gru)] == [nn.Sequential, rg.GRU]
     assert list(model.state_dict()) == names
     assert {id(p) for p in optimizer.param_groups[0]["params"]} == set(map(id, model.parameters()))

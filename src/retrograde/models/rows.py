@@ -194,7 +194,7 @@ def _first(now: _Running) -> tuple[int, int]:
 
 
 class CalledRow:
-    """Layers that a model calls one after the other, each once in a pass.
+    """Layers that a model calls one after the other. One that it calls again is there again.
 
     Args:
         calls: the called modules, by name, in the order of the calls. Riders are parts of the

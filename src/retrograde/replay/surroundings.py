@@ -93,7 +93,7 @@ class Steady:
 
     @contextmanager
     def as_then(self, then: Marks) -> Iterator[None]:
-        """Set ``training``, parameters, buffers in a block as they were; modules have nothing new.
+        """Undo changes of ``training``, parameters, buffers and new attributes of modules in a block.
 
         Raises:
             RetrogradeError: something else that a step reads has changed since.
