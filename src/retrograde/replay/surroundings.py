@@ -93,7 +93,7 @@ class Steady:
 
     @contextmanager
     def as_then(self, then: Marks) -> Iterator[None]:
-        """Undo changes of ``training``, parameters, buffers and new attributes of modules in a block.
+        """Undo changes of ``training``, parameters and buffers, and new attributes, in a block.
 
         Raises:
             RetrogradeError: something else that a step reads has changed since.
