@@ -148,7 +148,7 @@ GIVEN = {
     "themselves": lambda x: x,
     "beside a mask": lambda x: (x, torch.rand(x.shape[:2]) < 0.8),
     "in a dict": lambda x: {"x": x, "none": None},
-    "beside others": lambda x: [x, torch.randn_like(x[..., :1]).requires_grad_(x.requires_grad)],
+    "beside others": lambda x: (x, torch.randn_like(x[..., :1]).requires_grad_(x.requires_grad)),
     "tokens": lambda x: torch.randint(7, x.shape[:2]),
 }
 

@@ -104,8 +104,8 @@ def footprint(
         single, blocks = inputs, None
         if isinstance(inputs, InMemory) and isinstance(inputs.layout, InBlocks):
             single, blocks = inputs.layout.steps.read(inputs.tensors), inputs.layout
-        trial = _first_step_bytes(core, single, begins)
         stored = 0 if core.fused else _stored_bytes(core, inputs, state)
+        trial = _first_step_bytes(core, single, begins)
     # A state's plain numbers become tensors of ours, before the call and after it.
     numbers = 2 * sum(_rounded(t) for t in begins if not t.dim())
     if not core.joins:  # ranges are single steps: only held bytes grow
