@@ -43,7 +43,7 @@ ROOMS = {
     "replay": (2044, 1300),
     "run": (2088, 1900),
     "kernels": (5006, 3000),  # a cell will be data, written once
-    "recurrent": (3323, 2900),
+    "recurrent": (3321, 2900),
     "cells": (2211, 2200),
     "models": (4767, 2400),  # a lean tape is a fifth of it
     "scan": (3731, 3800),

@@ -238,15 +238,16 @@ def drawn_shape(dice):
         one(["loops", "in place"]),
         tuple(dice.choices(["loops", "sweeps", "in place"], k=layers)),
     )
-    if lengths is None and kind is nn.LSTM and not both and not plan.kept:
-        steps, most = [], steps
+    views = lengths is None and not both
+    if views and not plan.kept:
+        most, steps = steps, [one(range(1, steps + 1))]
         while sum(steps) < length and dice.random() < 0.97:
             most = max(1, most - one([0, 0, 1]))
             steps.append(min(most, length - sum(steps)))
         plan = replace(plan, steps=tuple(steps) if sum(steps) == length else ())
     shape = Layer(
         case.net.mode, batch, width, size, case.tracks, dtype.itemsize,
-        torch.get_num_threads(), needs, straight, lengths is not None,
+        torch.get_num_threads(), needs, straight, lengths is not None, views,
         at_once=sums_at_once(length, batch),
     )  # fmt: skip
     offsets = None if lengths is None else [0, *case.sizes.cumsum(0).tolist()]
@@ -368,6 +369,29 @@ def test_unequal_spans_run_each_step_twice_in_less_memory(monkeypatch):
     monkeypatch.setattr(Planner, "_unequal", lambda *_: None)
     ranges = rg.LSTM(32, 32, memory=found.budget_bytes).fit(x)
     assert len(ranges.schedule) > len(found.schedule)  # of steps, which then do not fit at once
+
+
+@pytest.mark.parametrize(("kind", "memory"), [(nn.RNN, "3%"), (nn.GRU, "1.5%")])
+def test_spans_after_the_first_copy_no_states(kind, memory):
+    """So they are longer, within the same memory."""
+    torch.manual_seed(0)
+    ours, theirs = getattr(rg, kind.__name__)(16, 64, memory=memory), kind(16, 64)
+    theirs.load_state_dict(ours.state_dict())
+    x, dy = torch.randn(1500, 4, 16, requires_grad=True), torch.randn(1500, 4, 64)
+    (plan, _), *_ = find_plan(ours._call_of(x, None), ours.memory).parts
+    assert plan.steps[1] > plan.steps[0]
+    assert sum(plan.steps) == 1500
+
+    def call(net):
+        y = net(x)[0]
+        found = torch.autograd.grad(y, [x, *net.parameters()], dy)
+        return [y.detach(), *found]
+
+    for a, b in zip(call(ours), call(theirs), strict=True):
+        assert relative_error(a, b) <= 1e-5
+    found = ours.fit(x)
+    taken = rg.measure(lambda: call(ours)).working_bytes
+    assert 0.7 * found.peak_bytes <= taken <= found.peak_bytes <= found.budget_bytes
 
 
 def test_marks_that_are_free_are_counted_once():

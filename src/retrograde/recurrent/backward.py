@@ -34,13 +34,13 @@ class LayerBackward:
     ``totals``, by the names of the weights, are complete after ``finish``. ``rows`` is the most
     rows of a span of several steps. ``chunk`` is the steps in a chunk of a scan; None runs no scan.
     ``at_once`` sums gradients of weights in place, which takes less memory and rounds more.
-    ``resets`` says whether blocks have them.
+    ``tight`` lays less of the outputs' gradient into contiguous memory. Blocks may have ``resets``.
     """
 
     def __init__(
         self, weights: Weights, totals: dict[str, Tensor], batch: int, rows: int, *,
         chunk: int | None = None, means: Means = "loops", at_once: bool = False,
-        resets: bool = False,
+        tight: bool = False, resets: bool = False,
     ) -> None:  # fmt: skip
         hidden = weights.hidden
         on_cpu = hidden.device.type == "cpu"
@@ -60,7 +60,7 @@ class LayerBackward:
         self.in_one_loop = small and loops
         self.loops: Backward | None = None
         self.samples = -1
-        few = LAID_ROWS * (means != "in place")
+        few = LAID_ROWS * (means != "in place" and not tight)
         self.laid_rows = few if on_cpu else rows  # on a GPU each part is another launch
         self.sweep: BlockSweep | None = None
 

@@ -198,8 +198,7 @@ class BudgetedRNN(nn.RNNBase):
 
     def extra_repr(self) -> str:
         """Return torch's own text, and the options that are set."""
-        asked = {"memory": self.memory, "backward": self.backward}
-        more = [f"{name}={value!r}" for name, value in asked.items() if value is not None]
+        more = [f"{name}={getattr(self, name)!r}" for name in self._options() if name != "schedule"]
         return ", ".join([super().extra_repr(), *more])
 
     def _check_asked(self, memory: Memory | None = None) -> None:

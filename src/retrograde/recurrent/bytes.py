@@ -61,12 +61,12 @@ class Layer:
     """A layer in one or two tracks (directions), and a batch of B samples.
 
     ``width`` is I and ``size`` is H. ``item`` is the bytes of a number. ``straight`` says whether
-    inputs are contiguous, ``packed`` whether later steps may have fewer samples. ``lowest`` and
-    ``top`` say where it is in its recurrence. ``drops`` says
-    whether there is dropout between the layers of that, and ``first`` whether the inputs of the
-    lowest are dropped too. ``at_once`` is as for ``LayerBackward``. ``onward`` and ``back`` are
-    what runs the layer. ``vendor`` has the bytes of the vendor's forward pass by steps. These are
-    measured, because they cannot be counted here.
+    inputs are contiguous, ``packed`` whether later steps may have fewer samples. ``views`` says
+    whether the states before a span, unless it is the first, are a view of outputs. ``lowest`` and
+    ``top`` say where it is in its recurrence. ``drops`` says whether there is dropout between the
+    layers of that, and ``first`` whether the inputs of the lowest are dropped too. ``at_once`` is
+    as for ``LayerBackward``. ``onward`` and ``back`` are what runs the layer. ``vendor`` has the
+    bytes of the vendor's forward pass by steps, which are measured.
     """
 
     kind: Kind
@@ -79,6 +79,7 @@ class Layer:
     needs_x: bool = True
     straight: bool = True
     packed: bool = False
+    views: bool = False
     drops: bool = False
     first: bool = False
     at_once: bool = False
@@ -129,13 +130,14 @@ class Layer:
         rows = max(pass_rows, self.batch)
         return (self._pass(pass_rows) + rows * (2 * self.width + self.size)) * self.item
 
-    def span(self, rows: int, *, kept: bool) -> int:
-        """Return the peak of the working bytes of backpropagating a span of ``rows`` rows."""
+    def span(self, rows: int, *, kept: bool, tight: bool = False, first: bool = True) -> int:
+        """Return the peak working bytes of a span of rows; ``tight``: one of unequal spans."""
         size, width, lstm, gates = self.size, self.width, self._lstm, GATES[self.kind] * self.size
         dropped = self.tracks > 1 or self.drops
-        numbers = rows * size + 2 * self.batch * 2 * size  # before steps; entering states
+        before = rows if first or not (tight and self.views) else 0
+        numbers = before * size + 2 * self.batch * 2 * size  # before steps; entering states
         if self.top:
-            few = {"in place": 0, "torch": rows}.get(self.back, min(rows, LAID_ROWS))
+            few = {"in place": 0, "torch": rows}.get(self.back, min(rows, LAID_ROWS) * (not tight))
             numbers += max(few, rows // LAID_SHARE, self.batch) * size
             # With two tracks, its states and their gradients are reversed in time.
             numbers += 2 * rows * size if self.tracks > 1 else 0

@@ -246,7 +246,7 @@ class HeldLayers(Core):
         """Backpropagate a track; g (layers, B, n) goes from after the range to before it."""
         spans = self._spans(number, tape.start, tape.stop)
         totals = self._totals(number, gradients.parameters)
-        options: Any = {"chunk": self.chunk, "at_once": self.at_once}
+        options: Any = {"chunk": self.chunk, "at_once": self.at_once, "tight": bool(self.steps)}
         options["resets"] = self.resets is not None
         passes = [
             LayerBackward(w.cast(self.real), total, self.batch, self.block, means=means, **options)
@@ -286,10 +286,15 @@ class HeldLayers(Core):
             end = earlier[-1].start if number else earlier[-1].stop - 1
             last = self._states(tape, read, number, k, Span(end, end + 1, earlier[-1].samples))[0]
             entering = torch.cat([last[: span.samples], entering[len(last) :]])
-        before = torch.cat([entering.unsqueeze(0), after[:-1]])
+        resets = self._anew(number, k, span)
+        if self.steps and earlier and resets is None:  # no copy of these
+            at = Span(span.start - 1, span.stop - 1, span.samples)
+            before = self._states(tape, read, number, k, at)
+        else:
+            before = torch.cat([entering.unsqueeze(0), after[:-1]])
         c = tape.marks.pop((number, k, span), None)
         kept = tape.kept.pop((number, k, span), None)
-        x, resets = self._given(tape, read, number, k, span), self._anew(number, k, span)
+        x = self._given(tape, read, number, k, span)
         if resets is not None:
             resets.enter(slice(None), before)
         return Block(x, before, after, c, kept, resets).cast(self.real)
@@ -352,10 +357,7 @@ class HeldLayers(Core):
         return self._rows(t, span)[..., number * self.size : (number + 1) * self.size]
 
     def _read(self, t: Tensor, number: int) -> Tensor:
-        """Return a tensor in contiguous memory, with its steps in the order of a track.
-
-        The given tensor is in the order of the steps.
-        """
+        """Return a tensor, given in the order of the steps, in that of a track and contiguous."""
         return (t.flip(0) if number else t).to(self.real).contiguous()
 
     def _writes(self, into: Tensor) -> bool:
@@ -367,10 +369,7 @@ class HeldLayers(Core):
     def _given(
         self, tape: _LayerTape | None, inputs: Inputs, number: int, k: int, span: Span
     ) -> Tensor:
-        """Return a layer's inputs for a span (L, n, I), in the order in which its track runs them.
-
-        Those of the lowest layer need no tape.
-        """
+        """Return a layer's inputs for a span (L, n, I), in the order of a track."""
         if k == 0:
             (x,) = cast(InMemory, inputs).tensors
             x = self._dropped(self._rows(x.detach(), span), 0, span)

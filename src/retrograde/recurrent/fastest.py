@@ -129,12 +129,9 @@ def fit_measured(
 
 
 def fit_fastest(
-    several: Sequence[Candidate],
-    sizes: list[Footprint],
-    inputs: Inputs,
-    state: Tensors,
+    several: Sequence[Candidate], sizes: list[Footprint], inputs: Inputs, state: Tensors,
     memory: Memory | None,
-) -> tuple[int, Fit]:
+) -> tuple[int, Fit]:  # fmt: skip
     """Return the number of the fastest candidate within a budget, and its fit.
 
     ``sizes`` are updated in place. Raises BudgetError if the budget is too small for every core.

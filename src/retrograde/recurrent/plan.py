@@ -14,7 +14,7 @@ plan.
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from itertools import cycle
 from math import ceil, inf
 
@@ -184,7 +184,7 @@ class Planner:
         blocks = self._blocks(lengths)
         if layer.loops:  # no spans needed for the cache
             whole = self._keeping(lengths, HeldPlan(lengths.length * layer.batch), budget)
-            if whole is not None and not self._again(lengths, whole):
+            if whole is not None and not (whole.steps or self._again(lengths, whole)):
                 return whole, self._told(lengths, whole, told)
         for means in self._means:
             for block in blocks:
@@ -194,7 +194,7 @@ class Planner:
                     time = self._pass_time(lengths, plan, onward=1.0, again=again)
                     if time < least:
                         best, least = plan, time
-            if best is not None and best.block == blocks[0]:
+            if best is not None and best.block == blocks[0] and not best.steps:
                 break  # no other means allows longer spans
         if best is not None:
             return best, self._told(lengths, best, told)
@@ -237,8 +237,9 @@ class Planner:
                 if sizes.minimum_bytes() <= budget:
                     found.append((self._time_in_ranges(lengths, plan, budget, sizes), plan, sizes))
         _, plan, sizes = min(found, key=lambda one: one[0])
-        fits = fit(lengths.length, budget, sizes)
-        return plan, replace(fits, minimum_bytes=told["minimum_bytes"])
+        return plan, replace(
+            fit(lengths.length, budget, sizes), minimum_bytes=told["minimum_bytes"]
+        )
 
     def _keeping(self, lengths: Sequences, plan: HeldPlan, budget: int) -> HeldPlan | None:
         """Return the plan with what gates memory allows, or unequal spans; None if none fits."""
@@ -247,31 +248,28 @@ class Planner:
             return self._unequal(lengths, plan, budget)
         if not self._run_by(plan)[0][0].gates(1):
             return plan
-        most = range(1, lengths.length)
-        kept = (
-            lengths.length
-            if peak(lengths.length) <= budget
-            else bisect_right(most, budget, key=peak)
-        )
-        return replace(plan, kept=kept)
+        kept = bisect_right(range(1, lengths.length), budget, key=peak)
+        return replace(plan, kept=lengths.length if peak(lengths.length) <= budget else kept)
 
     def _unequal(self, lengths: Sequences, plan: HeldPlan, budget: int) -> HeldPlan | None:
         """Return the plan with the longest spans that fit beside the marks before them, or None."""
         layers, batch = self._run_by(plan)[0], self.layers[0].batch
         mark, most = sum(one.mark(1) for one in layers), plan.block // batch
-        if self._both or not mark or lengths.offsets is not None or plan.onward == "torch":
+        if self._both or lengths.offsets is not None or plan.onward == "torch":
             return None
 
         @cache
-        def takes(n: int) -> int:
-            return max(one.span(n * batch, kept=False) for one in layers)
+        def takes(n: int, first: bool) -> int:
+            return max(one.span(n * batch, kept=False, tight=True, first=first) for one in layers)
 
-        room = takes(most) + budget - self.peak(lengths, replace(plan, steps=(most,)))
+        room = takes(most, True) + budget - self.peak(lengths, replace(plan, steps=(most,)))
         steps, left = list[int](), lengths.length
         while left and most:
-            most = bisect_right(range(1, min(most, left) + 1), room, key=takes)
-            steps.append(most)
-            left, room = left - most, room - mark
+            some = range(1, min(plan.block // batch, left) + 1)
+            most = bisect_right(some, room, key=partial(takes, first=not steps))
+            alike = 1 if mark or not steps or not most else left // most
+            steps += [most] * alike
+            left, room = left - alike * most, room - mark
         plan = replace(plan, steps=tuple(steps))
         return plan if most and self.peak(lengths, plan) <= budget else None
 
@@ -423,16 +421,18 @@ class Planner:
             threads = max(rows, min(plan.block, _THREAD_ROWS))
             held += held // 64 + _THREAD_ROWS * layers[0].item
 
-        def backward(rows: int, *, kept: bool) -> int:
-            spans = [max(one.span(rows, kept=kept) for one in net) for net in nets]
+        @cache
+        def backward(rows: int, **of: bool) -> int:
+            spans = [max(one.span(rows, **of) for one in net) for net in nets]
             fixed = [sum(one.fixed(threads) for one in net) for net in nets]
             return max(map(int.__add__, spans, fixed))
 
         forward = max(one.forward(rows, one.pass_rows(rows)) for one in layers)
         if plan.steps:  # when a span goes back, the marks of later ones are free
             mark, batch = sum(one.mark(1) for one in layers), layers[0].batch
-            free = {n: (spans - k) * mark for k, n in enumerate(plan.steps, 2)}
-            each = (backward(n * batch, kept=False) - more for n, more in free.items())
+            tight = partial(backward, kept=False, tight=True)
+            free = {(n, k == 2): (spans - k) * mark for k, n in enumerate(plan.steps, 2)}
+            each = (tight(n * batch, first=f) - more for (n, f), more in free.items())
             first = later = max(forward, *each)
         else:
             alone = not both and len(layers) == 1  # no forward pass runs while its gates are kept

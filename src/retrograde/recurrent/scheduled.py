@@ -108,6 +108,7 @@ def _held_planner(call: Call, ordinary: Ordinary, memory: Memory | None) -> Plan
         needs_x=x.requires_grad,
         straight=x.is_contiguous(),
         packed=call.sizes is not None,
+        views=not (first.both or call.sizes is not None or call.resets),
         drops=call.has_dropout and not first.both,
         at_once=sums_at_once(call.length, call.batch),
         onward=by,
