@@ -39,6 +39,12 @@ def test_a_strange_chain(seed):
     check(lambda: draw_chain(seed, 12))
 
 
+@pytest.mark.parametrize("seed", [18, 32])
+def test_the_first_step_is_tried_last_in_a_measurement(seed):
+    """What is allocated after that is the call's own, and within the least budget."""
+    check(lambda: draw_cell(seed).unrolled(), ("least",))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("seed", range(300))

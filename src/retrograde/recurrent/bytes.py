@@ -131,7 +131,7 @@ class Layer:
         return (self._pass(pass_rows) + rows * (2 * self.width + self.size)) * self.item
 
     def span(self, rows: int, *, kept: bool, tight: bool = False, first: bool = True) -> int:
-        """Return the peak working bytes of a span of rows; ``tight``: one of unequal spans."""
+        """Return the peak bytes of a span; if ``tight``, it is of unequal ones, maybe the first."""
         size, width, lstm, gates = self.size, self.width, self._lstm, GATES[self.kind] * self.size
         dropped = self.tracks > 1 or self.drops
         before = rows if first or not (tight and self.views) else 0

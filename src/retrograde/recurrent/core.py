@@ -281,16 +281,17 @@ class HeldLayers(Core):
         """Return a span in the form that its backward pass needs."""
         own = number * self.count + k
         after = self._states(tape, read, number, k, span)
-        entering = tape.first[0][own, : span.samples]
-        if earlier:
-            end = earlier[-1].start if number else earlier[-1].stop - 1
-            last = self._states(tape, read, number, k, Span(end, end + 1, earlier[-1].samples))[0]
-            entering = torch.cat([last[: span.samples], entering[len(last) :]])
         resets = self._anew(number, k, span)
-        if self.steps and earlier and resets is None:  # no copy of these
+        if self.steps and earlier and resets is None:  # a view
             at = Span(span.start - 1, span.stop - 1, span.samples)
             before = self._states(tape, read, number, k, at)
         else:
+            entering = tape.first[0][own, : span.samples]
+            if earlier:
+                end = earlier[-1].start if number else earlier[-1].stop - 1
+                one = Span(end, end + 1, earlier[-1].samples)
+                last = self._states(tape, read, number, k, one)[0]
+                entering = torch.cat([last[: span.samples], entering[len(last) :]])
             before = torch.cat([entering.unsqueeze(0), after[:-1]])
         c = tape.marks.pop((number, k, span), None)
         kept = tape.kept.pop((number, k, span), None)
@@ -357,7 +358,7 @@ class HeldLayers(Core):
         return self._rows(t, span)[..., number * self.size : (number + 1) * self.size]
 
     def _read(self, t: Tensor, number: int) -> Tensor:
-        """Return a tensor, given in the order of the steps, in that of a track and contiguous."""
+        """Return a tensor over steps in the order of a track, in contiguous memory."""
         return (t.flip(0) if number else t).to(self.real).contiguous()
 
     def _writes(self, into: Tensor) -> bool:

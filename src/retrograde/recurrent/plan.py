@@ -237,9 +237,8 @@ class Planner:
                 if sizes.minimum_bytes() <= budget:
                     found.append((self._time_in_ranges(lengths, plan, budget, sizes), plan, sizes))
         _, plan, sizes = min(found, key=lambda one: one[0])
-        return plan, replace(
-            fit(lengths.length, budget, sizes), minimum_bytes=told["minimum_bytes"]
-        )
+        fits = fit(lengths.length, budget, sizes)
+        return plan, replace(fits, minimum_bytes=told["minimum_bytes"])
 
     def _keeping(self, lengths: Sequences, plan: HeldPlan, budget: int) -> HeldPlan | None:
         """Return the plan with what gates memory allows, or unequal spans; None if none fits."""
