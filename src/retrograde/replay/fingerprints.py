@@ -1,0 +1,112 @@
+"""Fingerprints of tensors, which tell whether a rerun computes the bits of the first run (rule 11).
+
+A small tensor's fingerprint is a hash of its bytes. A larger one's is the sum of its bits, read as
+64-bit integers. The sum is weighted by columns of 1,021 words, so that permuted rows differ.
+
+Known limits: two tensors may have one fingerprint by chance, of one in 2⁶⁴ or so. Words that change
+places within a column, or in a tensor with gaps in memory, are not told apart. Nested, sparse and
+quantized tensors, and those of subclasses without memory, have no fingerprint.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_SMALL = 16 * 1024  # bytes that are hashed as they are
+_WORDS = 1021  # of a column, a prime number
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+#: What :func:`fingerprint` returns: a number, on a GPU in a tensor; None if there is none.
+Fingerprint = Any
+
+
+def fingerprint(t: Tensor) -> Fingerprint:
+    """Return a tensor's fingerprint. It holds no memory of torch's, but for a number on a GPU.
+
+    Example:
+        >>> t = torch.randn(100, 100)
+        >>> fingerprint(t) == fingerprint(t.clone()), fingerprint(t) == fingerprint(t.flip(0))
+        (True, False)
+    """
+    if t.layout is not torch.strided or t.is_nested or t.is_quantized or t.device.type == "meta":
+        return None
+    if torch._C._functorch.is_functorch_wrapped_tensor(t):
+        return None
+    with (
+        torch._C.DisableTorchFunction(),
+        torch._C._DisableTorchDispatch(),
+        torch._C._AutoDispatchBelowAutograd(),
+    ):
+        return _fingerprint(t)
+
+
+def _fingerprint(t: Tensor) -> Fingerprint:
+    if t.is_complex():
+        t = torch.view_as_real(t.resolve_conj())
+    t = t.resolve_neg()
+    if t.is_cpu and t.nbytes <= _SMALL:
+        flat = t.contiguous().view(-1)
+        return hash(flat.view(_INTEGERS[t.itemsize]).numpy().tobytes()) if len(flat) else 0
+    words = _in_order(t)
+    if words is None:  # with gaps
+        total = t.view(_INTEGERS[t.itemsize]).sum(dtype=torch.int64)
+        return int(total) if t.is_cpu else total
+    aligned = words.nbytes % 8 == 0 == words.storage_offset() * words.itemsize % 8
+    words = words.view(torch.int64 if aligned else _INTEGERS[words.itemsize])
+    rows = len(words) // _WORDS
+    columns = words[: rows * _WORDS].view(rows, _WORDS).sum(0, dtype=torch.int64)
+    total = columns.mul_(_weights(t.device)).sum()
+    rest = words[rows * _WORDS :].sum(dtype=torch.int64)
+    return hash((int(total), int(rest))) if t.is_cpu else total.add_(rest)
+
+
+@cache
+def _weights(device: torch.device) -> Tensor:
+    """Return an odd number for each column."""
+    return torch.arange(_WORDS, device=device) * 5_308_871_862 + 1
+
+
+def _in_order(t: Tensor) -> Tensor | None:
+    """Return a tensor's numbers in the order of memory, or None if it has gaps."""
+    if t.is_contiguous():
+        return t.view(-1)
+    step = 1
+    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
+        if size > 1 and stride != step:
+            return None
+        step *= size
+    return t.as_strided((t.numel(),), (1,))
+
+
+def verify(then: Fingerprint, t: Tensor, error: Callable[[], Exception]) -> None:
+    """Raise an error unless a tensor has the fingerprint that another had before.
+
+    Numbers on a GPU are compared when the running backward pass ends, so that nobody waits for one.
+    """
+    now, task = None if then is None else fingerprint(t), torch._C._current_graph_task_id()
+    if isinstance(now, Tensor) and task >= 0:
+        if task not in _waiting:
+            torch.autograd.Variable._execution_engine.queue_callback(partial(_compare, task))
+        _waiting.setdefault(task, []).append((then, now, error))
+    elif now is not None and bool(now != then):
+        raise error()
+
+
+_waiting: dict[int, list[tuple[Tensor, Tensor, Callable[[], Exception]]]] = {}
+
+
+def _compare(task: int) -> None:
+    found = _waiting.pop(task)
+    differs = torch.stack([then != now for then, now, _ in found]).tolist()
+    for (*_, error), one in zip(found, differs, strict=True):
+        if one:
+            raise error()
+
+
+def fingerprints(tensors: Iterable[Tensor]) -> tuple[Fingerprint, ...]:
+    """Return the fingerprints of some tensors, to be compared at once on a CPU."""
+    found = map(fingerprint, tensors)
+    return tuple(int(one) if isinstance(one, Tensor) else one for one in found)
