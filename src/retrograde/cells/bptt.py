@@ -24,7 +24,7 @@ from retrograde.recurrent.fastest import Candidate, candidates, fit_fastest, foo
 from retrograde.recurrent.fused import Fused, run_held
 from retrograde.recurrent.vendor import Layers, Mode
 from retrograde.replay.referents import find_referents
-from retrograde.replay.surroundings import autocast_as_now
+from retrograde.replay.switches import autocast_as_now
 from retrograde.replay.trees import Structure, Tensors, flatten, flatten_state
 from retrograde.run.autograd import check_schedule, refuse_both
 from retrograde.run.core import Core
@@ -253,13 +253,12 @@ def _fitted(task: _Task, inputs: Any, memory: Memory) -> tuple[Core, Schedule]:
     """Return the core and the schedule for a budget."""
     source, first = task.stream.source, cast(StepCore, task.cores[0].core)
     source = source.source if isinstance(source, Moved) else source
-    parts = [(first.found, first.ambient.steady.places)]
+    parts = [first.found]
     read: tuple[Any, ...] = (type(source),)
     if isinstance(source, TimeFirst):
         read += tuple(isinstance(t, Tensor) for t in source.leaves)
     elif not (isinstance(source, Steps) and isinstance(source.get, Spool)):
-        reading = find_referents([inputs])  # the bytes of reading depend on it
-        parts.append((reading, tuple(reading.places)))
+        parts.append(find_referents([inputs]))  # the bytes of reading depend on it
     tensors = map(signature, (*source[0], *task.state, *first.parameters))
     shapes = torch.get_num_threads(), task.stream.wanted, read, *tensors
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from retrograde.errors import CellError
 from retrograde.replay.captured import Outside, find_outside
-from retrograde.replay.dry_run import try_out
 from retrograde.replay.referents import Referents
 from retrograde.replay.surroundings import Ambient, version
 from retrograde.replay.trees import Structure, Tensors, flatten, flatten_state
+from retrograde.replay.trial import try_out
 from retrograde.run.autograd_core import AutogradCore, Settled
 from retrograde.run.core import as_leaf
 from retrograde.run.layout import Inputs

@@ -22,7 +22,7 @@ from torch import nn
 
 from retrograde.cells.cell import StepCore, as_pair
 from retrograde.errors import CellError
-from retrograde.replay.surroundings import autocast_as_now
+from retrograde.replay.switches import autocast_as_now
 from retrograde.replay.trees import Structure, Tensors, flatten, flatten_state
 from retrograde.run.core import Gate, as_leaf
 from retrograde.run.layout import InBlocks, Layout

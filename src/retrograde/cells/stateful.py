@@ -15,20 +15,20 @@ from torch.utils import _pytree as pytree
 
 from retrograde.cells.cell import as_pair
 from retrograde.errors import CellError
-from retrograde.replay.dry_run import assigned_values
-from retrograde.replay.places import HandsOn, Slot
 from retrograde.replay.referents import find_referents
+from retrograde.replay.surroundings import Slot
 from retrograde.replay.trees import flatten_state
+from retrograde.replay.trial import assigned_values
 from retrograde.run.states import device_of, like_of
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _StateSlot(Slot):
     """A slot, and its value before the first step. ``settled`` says whether that value has the
     structure and shapes of later steps' values."""
 
-    initial: Any
-    settled: bool
+    initial: Any = None
+    settled: bool = False
 
     def cut(self) -> "_StateSlot":
         """Return the slot without the graph of its first value, which no step depends on."""
@@ -36,7 +36,7 @@ class _StateSlot(Slot):
 
 
 @dataclass(frozen=True)
-class Stateful(HandsOn):
+class Stateful:
     """A step over modules that keep a state, as a cell. Its state is the slots' values, and the
     step's own state if it has one; ``alone`` says that it has none."""
 
@@ -67,11 +67,12 @@ class Stateful(HandsOn):
         )
         tensors = [t for t in pytree.tree_leaves(arguments) if isinstance(t, Tensor)]
         given = arguments[:1] if state is None else arguments
-        own, found = find_referents(modules).places, find_referents([step, *modules])
+        own, found = find_referents(modules), find_referents([step, *modules])
         device = device_of(*tensors)
         changes = assigned_values(lambda: step(*given), found, own, device)
         slots = tuple(
-            _StateSlot(slot.place, slot.key, then, _alike(then, now)) for slot, then, now in changes
+            _StateSlot(slot.holder, slot.key, slot.called, None, then, _alike(then, now))
+            for slot, then, now in changes
         )
         if not slots:
             names = ", ".join(type(module).__name__ for module in modules)

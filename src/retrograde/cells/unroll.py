@@ -15,7 +15,7 @@ from retrograde.cells.stateful import Stateful
 from retrograde.errors import BudgetError, CellError
 from retrograde.plan.fit import Fit
 from retrograde.recurrent.fastest import fit_measured
-from retrograde.replay.surroundings import autocast_as_now
+from retrograde.replay.switches import autocast_as_now
 from retrograde.replay.trees import Structure, Tensors, flatten, flatten_inputs, flatten_state
 from retrograde.run.autograd import check_schedule, refuse_both, run_schedule, run_without_gradient
 from retrograde.run.autograd_core import Settled, run_ordinary
@@ -210,7 +210,7 @@ class CellCall:
             sizes = footprint(core, inputs, later, memory=memory, first=states)
             return fit_measured(core, inputs, later, memory, sizes)[0]
 
-        parts = [(core.found, ambient.steady.places)]
+        parts = [core.found]
         return _FITS.fit(parts, shapes, repr(memory), step, find)
 
     def _fit_loops(

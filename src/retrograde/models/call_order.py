@@ -28,7 +28,7 @@ from retrograde.models.replace_modules import is_chain
 from retrograde.models.rows import passes_through, rides
 from retrograde.models.sequential import Sequential
 from retrograde.replay.surroundings import version
-from retrograde.replay.trial_watch import in_checkpoint
+from retrograde.replay.trial import in_checkpoint
 
 _BUDGETED = (nn.RNNBase, Sequential, Recurrent)
 _CHECKPOINTED = "is run again by torch.utils.checkpoint: turn the model's own checkpointing off"

@@ -18,9 +18,10 @@ from torch.nn.parameter import is_lazy
 
 from retrograde.errors import BudgetError, CellError
 from retrograde.machine import now
+from retrograde.models.arguments import Arguments
 from retrograde.models.given import Given, tensors_in
-from retrograde.models.refill import DROPPED, DROPPED_LEAN, KEPT, LEAN, Row, Unit
-from retrograde.models.trials import Leave, enter, make_of, parts_of, tensors_of, texts_of, wants_of
+from retrograde.models.refill import DROPPED, DROPPED_LEAN, KEPT, LEAN, Reruns, Row, Unit
+from retrograde.models.trials import Leave, make_of, parts_of, tensors_of, texts_of
 from retrograde.plan.calls import (
     CallSizes,
     Part,
@@ -32,6 +33,7 @@ from retrograde.plan.calls import (
     one_after_the_other,
     peak_of,
 )
+from retrograde.replay.fingerprints import fingerprints
 from retrograde.replay.surroundings import muted_hooks
 from retrograde.run.core import unsaved
 from retrograde.run.transforms import is_unreal, refuse_sharded, refuse_transforms
@@ -58,12 +60,13 @@ class _Phases:
         self, unit: Unit, given: Given, state: Sequence[Tensor], tied: Weights, *, first: bool
     ) -> None:
         self.unit, self.given, self.tied, self.first, self.turned = unit, state, tied, first, False
-        leaves, self.spec = given.leaves, given.spec
+        leaves, self.arguments = given.leaves, Arguments(given.leaves, given.spec)
         self.device = tensors_in(leaves)[0].device
         ours = {id(t): n for n, t in enumerate(state)}
         self.places = [ours.get(id(leaf)) for leaf in leaves]
         self.leaves = [None if id(leaf) in ours else leaf for leaf in leaves]
-        self.wants = wants_of(leaves)
+        self.reruns, self.way, self.begun = Reruns(counts=False), KEPT, unit.ambient.capture()
+        self.shown: dict[int, Any] = {}  # by way: fingerprints of result and gradients
         self.state: list[Tensor] = []
         self.result: Any = None
         self.edges: list[Any] = []
@@ -77,6 +80,7 @@ class _Phases:
 
     def begin(self, *, turned: bool = False) -> None:
         self.turned = turned
+        self.unit.ambient.restore(self.begun)
         if turned:  # the very state, for a copy would be one more beside a turned gradient's
             self.state = [*self.given]
             return
@@ -103,12 +107,13 @@ class _Phases:
 
     def record(self, way: int) -> None:
         """Run the call as a plan that keeps it in this way does."""
+        self.way = _TURNED if self.turned else way
         with torch.enable_grad():
             args, kwargs, wanted = self._arguments()
             self.edges = [get_gradient_edge(t) for t in wanted]
             wanted.clear()
             row, given = Row((Part(0, 1, way),)), Given(args, kwargs)
-            unit = replace(self.unit, forward=self._again)
+            unit = replace(self.unit, forward=self._again, reruns=self.reruns)
             self.result, _ = row.run(0, unit, self.unit.forward, given, (), None)
 
     def _again(self, *args: Any, **kwargs: Any) -> Any:
@@ -119,8 +124,7 @@ class _Phases:
         """Return the arguments, and those of them that want a gradient."""
         pairs = zip(self.leaves, self.places, strict=True)
         leaves = [leaf if n is None else self.state[n] for leaf, n in pairs]
-        args, kwargs, given = enter(leaves, self.wants, self.spec)
-        return args, kwargs, given
+        return self.arguments.enter(leaves)
 
     def release_result(self) -> None:
         found = [t for t in tensors_in(self.result) if t.requires_grad]
@@ -138,16 +142,28 @@ class _Phases:
         if root and (edges or own):
             for shape, dtype, device in self.like:
                 seed = torch.ones(shape[:: -1 if self.turned else 1], dtype=dtype, device=device)
+                seed.view(-1)[::3].mul_(0.5)  # a sum alone may have no gradient
                 turned = seed.permute(tuple(reversed(range(seed.dim())))) if self.turned else seed
                 self.seeds.append(turned)
                 del seed, turned
             begin = [torch.empty(0, device=self.device)]
             with as_accumulated(own, self.tied):
                 found = torch.autograd.grad(root, [*edges, *own], begin, allow_unused=True)
+            self.shown[self.way] = fingerprints(g for g in found if g is not None)
             back = [g for g in found[: len(edges)] if g is not None]
             self.turns[self.turned] = any(not g.is_contiguous() for g in back)
             self.apart = max([0, *(g.untyped_storage().nbytes() - g.nbytes for g in back)])
             self.for_caller = list(found[len(edges) :])
+
+    def compare(self) -> None:
+        """Refuse a call whose gradients have other bits in one way to keep it than in another."""
+        ways = [shown for way, shown in self.shown.items() if way != _TURNED]
+        if any(shown != ways[0] for shown in ways):
+            raise CellError(
+                f"layer {self.unit.name} computes another gradient when it runs again with the same "
+                "arguments: expected the same bits; let it depend on its arguments, parameters "
+                "and buffers only, or use memory=None"
+            )
 
     def clear(self) -> None:
         self.result, self.state, self.root, self.edges, self.for_caller = None, [], [], [], []
@@ -166,7 +182,7 @@ def _accumulated(leaf: Tensor, added: bool, gradient: Tensor) -> Tensor | None:
     """Return what autograd hands to the caller: a sum with what is there, or a copy, if its memory
     has another order."""
     alike = gradient.layout is not torch.strided or gradient.stride() == leaf.stride()
-    return torch.empty_like(leaf) if added or not alike else None
+    return torch.empty_like(leaf).copy_(gradient) if added or not alike else None
 
 
 def _memory(tensors: Sequence[Tensor]) -> dict[int, int]:
@@ -352,6 +368,7 @@ class Plans:
                     if did in seen:
                         return seen[did]
                 found = measure_phases(phases, device=one.device)
+                one.compare()
                 if alike not in self.seconds:
                     self.seconds[alike] = _seconds(phases, taken, repeats)
             sizes = self.sizes[key] = _sizes(one, found, self.seconds[alike])
@@ -362,7 +379,7 @@ class Plans:
 def _deeds(one: _Phases, phases: Sequence[Phase]) -> tuple[Hashable, ...]:
     """Return what a call did while it was kept whole, and what it has to note."""
     noted = [t.nbytes for t in one.unit.ambient.capture() if isinstance(t, Tensor)]
-    left = [left.nbytes for left in one.unit.ambient.left]
+    left = one.unit.ambient.left_bytes
     own = tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in one.unit.reads)
     return str((noted, left)), own, *(phase.sizes.tobytes() for phase in phases)
 
@@ -437,7 +454,7 @@ def _sizes(one: _Phases, found: Sequence[Phase], seconds: dict[int, float]) -> C
         forward_seconds=seconds[_FORWARD],
         ways=tuple(ways[way] for way in (KEPT, LEAN, DROPPED, DROPPED_LEAN)),
         noted_bytes=noted,
-        left_bytes=sum(left.nbytes for left in one.unit.ambient.left),
+        left_bytes=one.unit.ambient.left_bytes,
         turns=tuple(one.turns),
         turned_bytes=max(0, turned),
         hands_on=one.hands_on,

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError
+from retrograde.models.arguments import with_nodes
 from retrograde.models.call_sizes import Known, Plans
 from retrograde.models.given import Given, made_by, tensors_in, tied
 from retrograde.models.refill import Row
@@ -247,7 +248,12 @@ def _result(tried: Tried, value: Any) -> Any:
 def _alone(value: Any, wants: Sequence[bool] | None) -> Any:
     """Return a value without the graph that it came from; its tensors require what they did."""
     found = iter([t.requires_grad for t in tensors_in(value)] if wants is None else wants)
-    return pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(next(found)), value)
+
+    def alone(t: Tensor) -> Tensor:
+        return with_nodes([t])[0] if next(found) else t.detach()
+
+    with torch.enable_grad():
+        return pytree.tree_map_only(Tensor, alone, value)
 
 
 def is_hooked(module: nn.Module) -> bool:

@@ -32,7 +32,7 @@ from retrograde.recurrent.base import BudgetedRNN
 from retrograde.recurrent.call import Call
 from retrograde.recurrent.fused import Fused, run_held
 from retrograde.recurrent.scheduled import fit_held, measure_ranges
-from retrograde.replay.surroundings import autocast_as_now
+from retrograde.replay.switches import autocast_as_now
 from retrograde.replay.trees import flatten, flatten_state
 from retrograde.run.layout import Rows, Straight, check_length
 from retrograde.schedule import Chain

@@ -20,16 +20,25 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError, RetrogradeError
 from retrograde.models import recipes
+from retrograde.models.arguments import Arguments
 from retrograde.models.draws import Draws
-from retrograde.models.given import Given, tensors_in, unflatten
+from retrograde.models.given import Given, tensors_in
 from retrograde.models.lean import lean as lean_pass
 from retrograde.models.tape import LeanTape
 from retrograde.plan.calls import Part
-from retrograde.replay.generators import Source, is_alone
-from retrograde.replay.surroundings import Ambient, Trail, autocast_as_now, version
+from retrograde.replay.fingerprints import Fingerprint, fingerprint, verify
+from retrograde.replay.surroundings import (
+    Ambient,
+    changed_values,
+    noted_values,
+    restore_values,
+    version,
+)
+from retrograde.replay.switches import autocast_as_now
 from retrograde.replay.trees import Tensors
 from retrograde.run.core import unsaved
 
@@ -39,6 +48,7 @@ State = Sequence[Tensor | None]  # what a call made that the next one is given
 #: and it is lean, cheap values are let go.
 KEPT, LEAN, DROPPED, DROPPED_LEAN = range(4)
 _numbers = count()
+_EVERY = 8  # saved tensors: one of them is compared in each pass
 _MANY = 2**16  # numbers of masks that take longer to draw than to look at each function
 _BEYOND = (
     "create_graph=True: what the gradient's own graph saves is held as in ordinary "
@@ -56,6 +66,8 @@ class Unit:
         ambient: the surroundings that it depends on, as a trial found them.
         reads: the parameters and buffers that it reads and does not change.
         drawn: the numbers of large masks that a call draws on a CPU.
+        shares_casts: whether one weight's cast by autocast has several readers in a call.
+        reruns: what its reruns have shown.
     """
 
     name: str
@@ -63,6 +75,8 @@ class Unit:
     ambient: Ambient
     reads: Sequence[Tensor]
     drawn: int = 0
+    shares_casts: bool = False
+    reruns: "Reruns" = field(default_factory=lambda: Reruns())
 
     @property
     def draws_fast(self) -> bool:
@@ -72,6 +86,25 @@ class Unit:
     def drawing(self) -> Any:
         """Return the context of its calls, in which masks are drawn fast."""
         return Draws() if self.draws_fast else nullcontext()
+
+
+@dataclass
+class Reruns:
+    """What is known of the reruns of a unit.
+
+    Attributes:
+        passes: how many calls there were. The first is checked whole, the others in part.
+        counts: whether calls are counted; measured ones are not.
+        ends_early: whether a rerun that ends at the last wanted tensor leaves nothing undone.
+        saved: how many tensors a call saves.
+        is_final: whether a kernel has written the last of them before it is saved.
+    """
+
+    passes: int = 0
+    counts: bool = True
+    ends_early: bool | None = None
+    saved: int = 0
+    is_final: bool = False
 
 
 class Saved:
@@ -113,18 +146,17 @@ class Dropped:
     ) -> None:
         self.unit, self.lean, self.row, self.number = unit, lean, row, number
         self.born = next(_numbers)
-        self.autocast = autocast_as_now(unit.ambient.device)
-        self.given, self.spec = [_Argument.of(leaf) for leaf in given.leaves], given.spec
+        self.given = Arguments(given.leaves, given.spec)
         self.saved: list[ref[Saved]] = []
         self.forms: list[tuple[torch.Size, torch.dtype]] = []
+        self.prints: list[tuple[Fingerprint, Fingerprint]] = []
         self.versions = [version(t) for t in unit.reads]
         self.state: State = []  # the result of the call before it, while the row has it
         self.before: Dropped | None = None  # the call before it, which must live as long
-        ambient = unit.ambient
-        self.marks, self.then = ambient.steady.marks(), ambient.capture()
-        self.moved: tuple[Source, ...] = ()
-        # By the number of tensors that were saved; a call begins with all threads that may draw.
-        self.trail = Trail(ambient) if ambient.draws and not is_alone() else None
+        self.marks, self.then = unit.ambient.marks(), unit.ambient.capture()
+        self.turn = unit.reruns.passes
+        self._last: Tensor | None = None  # saved last, and not yet noted
+        unit.reruns.passes += unit.reruns.counts
 
     def run(self, forward: Callable[..., Any], given: Given) -> Any:
         """Run the call, or a part of it, for the first time, in the caller's graph."""
@@ -132,9 +164,12 @@ class Dropped:
         hooks = saved_tensors_hooks(partial(self._drop, ours), recipes.unpack)  # type: ignore[arg-type]
         with hooks, self.unit.drawing():
             result = forward(*given.args, **given.kwargs)
-        self._arrive(len(self.saved))
-        self.moved += self.unit.ambient.steady.changes(self.marks, f"layer {self.unit.name}")
-        if any(one.is_overwritten() for one in self.given):
+        self._settle(None)
+        reruns = self.unit.reruns
+        if self.turn == 0 or len(self.saved) != reruns.saved:
+            reruns.saved = len(self.saved)
+            reruns.is_final = bool(self.prints) and bool(self.prints[-1][0] == self.prints[-1][1])
+        if any(one.is_overwritten() for one in self.given.each):
             raise CellError(
                 f"layer {self.unit.name} writes in place to what it is given, which is used again: "
                 "expected it to leave that as it is; give it inplace=False"
@@ -144,32 +179,42 @@ class Dropped:
     def _drop(self, ours: set[int], t: Tensor) -> Any:
         if _is_free(t, ours):
             return recipes.Versioned(t, t._version)
-        self._arrive(len(self.saved))
         saved = Saved(self)
         self.saved.append(ref(saved))
         self.forms.append((t.shape, t.dtype))
+        self._settle(t.detach())
         return saved
 
-    def _arrive(self, number: int) -> None:
-        """Note the generators, or compare them, when so many tensors were saved."""
-        if self.trail is not None:
-            self.trail.arrive(number)
+    def _settle(self, last: Tensor | None) -> None:
+        """Note the fingerprint of the tensor that was saved before, once its kernel has written it.
+        Note that of the ``last`` one as it is now, if a rerun may end there."""
+        if self._last is not None:
+            now, _ = self.prints[-1]
+            known = now is not None and self.turn > 0 and self.unit.reruns.is_final
+            self.prints[-1] = now, now if known else fingerprint(self._last)
+        self._last = None
+        if last is not None:
+            number, saved = len(self.prints), self.unit.reruns.saved
+            ends = self.turn == 0 or number + 1 == saved
+            self.prints.append((fingerprint(last) if ends else None, None))
+            self._last = last if ends or (number + self.turn) % _EVERY == 0 else None
 
     def hide(self, made: Sequence[Tensor | None]) -> None:
         """Let go the tensors that the call before made, which the row can compute."""
         places = {id(t): place for place, t in enumerate(made) if t is not None}
-        for one in self.given:
+        for one in self.given.each:
             if one.source is not None and id(one.source()) in places:
-                one.value, one.place = None, places[id(one.source())]
+                one.hide(places[id(one.source())])
 
     def is_hidden(self) -> bool:
         """Return whether the row has the input."""
-        return any(one.is_hidden() for one in self.given)
+        return any(one.is_hidden() for one in self.given.each)
 
     def _arguments(self, state: State) -> tuple[Any, Any, set[int]]:
         """Return the arguments, without the graph that they came from, and their ids."""
-        leaves = [one.again(state) for one in self.given]
-        args, kwargs = unflatten(leaves, self.spec)
+        values = [one.find(state, self._differs) for one in self.given.each]
+        args, kwargs, _ = self.given.enter(values)
+        leaves = pytree.tree_leaves((args, kwargs))
         return args, kwargs, {id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
 
     @contextmanager
@@ -181,19 +226,15 @@ class Dropped:
                 "operation between the forward pass and the backward pass, which recomputes with "
                 "it: expected it to stay as it was; call backward() before optimizer.step()"
             )
-        ambient = self.unit.ambient
-        with ambient.rerun(self.marks, self.moved, f"layer {self.unit.name}"), self.autocast:
-            ambient.restore(self.then)
-            with self.unit.drawing():
-                yield
+        with self.unit.ambient.rerun(self.marks), self.unit.drawing():
+            self.unit.ambient.restore(self.then)
+            yield
 
     def advance(self, state: State) -> Tensors:
         """Run the call, keep nothing, and return the tensors of its result."""
         args, kwargs, _ = self._arguments(state)
         with unsaved(), self._again():
-            result = tensors_in(self.unit.forward(*args, **kwargs))
-            self._arrive(len(self.saved))
-            return result
+            return tensors_in(self.unit.forward(*args, **kwargs))
 
     def refill(self) -> None:
         """Run the call again, and fill what it saved."""
@@ -207,49 +248,30 @@ class Dropped:
 
     def fill(self, state: State, *, lean: bool, whole: bool = False) -> Any:
         """Run the call and fill what it saved. With ``whole``, run to the end, and return the
-        result."""
-        task = torch._C._current_graph_task_id()
+        result. So it does if an end before would leave something undone."""
+        task, reruns = torch._C._current_graph_task_id(), self.unit.reruns
         args, kwargs, ours = self._arguments(state)
-        alive = [number for number, saved in enumerate(self.saved) if saved() is not None]
-        last = -1 if whole else alive[-1]
         tape = LeanTape(True, task) if lean else None
-        number, result, ended = 0, None, False
-
-        def pack(t: Tensor) -> Any:
-            nonlocal number, ended
-            if _is_free(t, ours):
-                return recipes.Versioned(t, t._version)
-            try:
-                self._arrive(number)
-            except CellError as error:  # a TypeError, which operators take for one of their own
-                raise _EndedError from error
-            at, number = number, number + 1
-            if at >= len(self.forms) or self.forms[at] != (t.shape, t.dtype):
-                raise self._differs()
-            saved, value = self.saved[at](), None
-            if saved is not None:
-                value = (
-                    tape.pack(t) if tape is not None else recipes.Versioned(t.detach(), t._version)
-                )
-                saved.value = value
-            if at == last:
-                ended = True
-                raise _EndedError
-            return value
-
+        refill = _Refill(self, ours, tape, ends=not whole and reruns.ends_early is not False)
+        first = reruns.ends_early is None and refill.ends
+        noted = noted_values(self.unit.ambient.found) if first else []
+        result = None
         try:
-            hooks = saved_tensors_hooks(pack, recipes.unpack)  # type: ignore[arg-type]
+            hooks = saved_tensors_hooks(refill.pack, recipes.unpack)  # type: ignore[arg-type]
             with torch.enable_grad(), self._again(), tape or nullcontext(), hooks:
                 result = self.unit.forward(*args, **kwargs)
-                self._arrive(number)
-            if number != len(self.forms):
-                raise self._differs()
-        except _EndedError as end:
-            if end.__cause__ is not None:
-                raise end.__cause__ from None
+            refill.finish()
+        except _EndedError:
+            pass
         except RuntimeError as error:  # TorchScript's, in place of ours
-            if not ended or "TorchScript" not in str(error):
+            if not refill.ended or "TorchScript" not in str(error):
                 raise
+        if refill.error is not None:
+            raise refill.error
+        if first and refill.ended:
+            undone = changed_values(self.unit.ambient.found, noted)
+            restore_values(undone)
+            reruns.ends_early = not undone
         del args, kwargs
         if tape is not None:
             tape.close()
@@ -260,10 +282,70 @@ class Dropped:
         return result
 
     def _differs(self) -> RetrogradeError:
-        return RetrogradeError(
-            f"layer {self.unit.name} saved other tensors when it ran again: expected it to do the "
-            "same for the same arguments; use memory=None"
-        )
+        return self.unit.ambient.differs(f"layer {self.unit.name}")
+
+
+class _Refill:
+    """One rerun of a call, which fills what the call saved, and compares it. ``ends``: whether it
+    may end at the last wanted tensor. ``error`` is what a comparison found."""
+
+    def __init__(self, call: Dropped, ours: set[int], tape: LeanTape | None, *, ends: bool) -> None:
+        self.call, self.ours, self.tape, self.ends = call, ours, tape, ends
+        wanted = [number for number, saved in enumerate(call.saved) if saved() is not None]
+        self.last = wanted[-1] if wanted else -1
+        self.number, self.ended = 0, False
+        self.error: Exception | None = None
+        self.waiting: Tensor | None = None  # to be compared when its kernel has written it
+
+    def pack(self, t: Tensor) -> Any:
+        """Save a tensor, as a hook for saved tensors."""
+        if _is_free(t, self.ours):
+            return recipes.Versioned(t, t._version)
+        call, at = self.call, self.number
+        self._compare()
+        self.number += 1
+        if at >= len(call.forms) or call.forms[at] != (t.shape, t.dtype):
+            raise self._end(call._differs())
+        saved, value = call.saved[at](), None
+        if saved is not None:
+            tape = self.tape
+            value = tape.pack(t) if tape is not None else recipes.Versioned(t.detach(), t._version)
+            saved.value = value
+        if self._ends_at(at, t):
+            self.ended = True
+            raise self._end(None)
+        self.waiting = t.detach() if call.prints[at][1] is not None else None
+        return value
+
+    def _ends_at(self, at: int, t: Tensor) -> bool:
+        """Return whether the run may end, as a tensor is the last wanted one and the right one."""
+        now, then = self.call.prints[at]
+        if not self.ends or at < self.last or now is None or then is None:
+            return False
+        if isinstance(now, Tensor):  # on a GPU, where nobody waits for a comparison
+            if self.call.unit.reruns.is_final:
+                verify(now, t, self.call._differs)
+            return self.call.unit.reruns.is_final
+        return bool(now == then == fingerprint(t))
+
+    def _compare(self) -> None:
+        if self.waiting is not None:
+            try:
+                verify(self.call.prints[self.number - 1][1], self.waiting, self.call._differs)
+            except RetrogradeError as error:
+                raise self._end(error) from None
+        self.waiting = None
+
+    def _end(self, error: Exception | None) -> _EndedError:
+        """Return what ends the run. An error of ours might be taken for an operator's own."""
+        self.error = error
+        return _EndedError()
+
+    def finish(self) -> None:
+        """Compare what is left when the call has returned."""
+        self._compare()
+        if self.number != len(self.call.forms):
+            self.error = self.call._differs()
 
 
 _filled: dict[int, list[ref[Dropped]]] = {}  # by backward pass: calls that ran again
@@ -283,40 +365,6 @@ def _empty(task: int, born: int = -1) -> None:
 def _is_free(t: Tensor, ours: set[int]) -> bool:
     """Return whether somebody holds a saved tensor in any case: a parameter."""
     return t.requires_grad and t.is_leaf and id(t) not in ours
-
-
-@dataclass
-class _Argument:
-    """An argument. Where the row has the tensor, there is no value, but its ``place`` in the result
-    of the call before."""
-
-    value: Any
-    source: "ref[Tensor] | None" = None
-    wanted: bool = False
-    version: int = 0
-    place: int = 0
-
-    @classmethod
-    def of(cls, leaf: Any) -> "_Argument":
-        if not isinstance(leaf, Tensor):
-            return cls(leaf)
-        return cls(leaf.detach(), ref(leaf), leaf.requires_grad, version(leaf))
-
-    def is_hidden(self) -> bool:
-        return self.source is not None and self.value is None
-
-    def is_overwritten(self) -> bool:
-        has_tensor = self.source is not None and self.value is not None
-        return has_tensor and version(self.value) != self.version
-
-    def again(self, state: State) -> Any:
-        if self.source is None:
-            return self.value
-        if self.is_overwritten():
-            raise recipes.overwritten(self.value.shape, version(self.value), self.version)
-        leaf = self.value if self.value is not None else state[self.place]
-        assert leaf is not None
-        return leaf.detach().requires_grad_(self.wanted)
 
 
 @dataclass(eq=False)
@@ -351,6 +399,7 @@ class Row:
         way = DROPPED if grouped else self._part(self.parts, number).way
         device = unit.ambient.device
         apart = torch.is_autocast_enabled(device.type) and self.tied.isdisjoint(unit.reads)
+        apart = apart and not unit.shares_casts
         casts = autocast_as_now(device) if apart else nullcontext()
         if way in (KEPT, LEAN):
             with casts, lean_pass() if way == LEAN else unit.drawing():
@@ -408,7 +457,7 @@ class Row:
 
     def _handed(self, number: int, made: Tensors) -> State:
         """Return what was made that a call is given, each in its place."""
-        places = {one.place for one in self._call(number).given if one.is_hidden()}
+        places = {one.place for one in self._call(number).given.each if one.is_hidden()}
         return [t.detach() if place in places else None for place, t in enumerate(made)]
 
     def _call(self, number: int) -> Dropped:

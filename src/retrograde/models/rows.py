@@ -274,7 +274,7 @@ class CalledRow:
                 self.lingers |= {(at, k) for k in self._alive() if 0 < k < at}
             result, now.last = now.calls.run(at, now.kind.units[at], forward, given, made, now.last)
             if self.elsewhere is not None and now.last is not None:
-                held = zip(given.leaves, now.last.given, strict=True)
+                held = zip(given.leaves, now.last.given.each, strict=True)
                 state = given.state if at or self.events[0] is not self else None
                 ours = {id(t) for t in tensors_in(state)}
                 rest = [one.value for x, one in held if id(x) not in ours and not hasattr(x, _MARK)]

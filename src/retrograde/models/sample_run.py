@@ -4,7 +4,6 @@ In this run the modules that will get a budget record nothing, so it takes only 
 rest of the model. The run leaves no trace.
 """
 
-import random
 import sys
 import warnings
 from abc import ABC, abstractmethod
@@ -29,21 +28,21 @@ from retrograde.models.rows import CalledRow, Timeline, release
 from retrograde.plan.calls import Waits, peak_of
 from retrograde.recurrent.weights import last_weights
 from retrograde.replay.generators import sources
-from retrograde.replay.places import Entries
 from retrograde.replay.referents import find_referents
-from retrograde.replay.surroundings import Ambient, muted_modules, put_back
-from retrograde.replay.trial_watch import DrawWatch
+from retrograde.replay.surroundings import (
+    Ambient,
+    changed_values,
+    muted_modules,
+    noted_values,
+    restore_values,
+)
 from retrograde.run.transforms import refuse_transforms, uncompiled
 from retrograde.sizes.allocations import measure
 from retrograde.sizes.cache import signature
 from retrograde.sizes.elsewhere import Elsewhere
 from retrograde.sizes.ordinary import expanded
 
-_USEFUL, _ALMOST_ONE = 0.9, 1 - 2**-24
-_DRAWN = (
-    "run or are skipped by random numbers: expected the same layers at every call; set the model's "
-    "layer drop to 0"
-)
+_USEFUL = 0.9
 
 
 class Watched(ABC):
@@ -263,31 +262,22 @@ def called_in_turn(model: nn.Module, sample: Any) -> CallOrder:
     """Return the calls of a model on a sample, with its preferred runs; none if it raises."""
     model = getattr(model, "_orig_mod", model)  # if it is compiled
     try:
-        order, draws, python = _noted(model, sample)
+        order = _noted(model, sample)
     except Exception as error:  # the run that measures has gradients, and may not raise it again
         none = CallOrder(ModuleCall("", model))
         none.refused = {type(model).__name__: f"raises without gradients: {error!r}"}
         return none
     order.preferred = order.runs()
-    fills = (0.0, _ALMOST_ONE) if draws else ()
-    if python or any(_noted(model, sample, fill)[0].names != order.names for fill in fills):
-        names = [run_name(run) for run in order.preferred]
-        order.refused = dict.fromkeys(names or ["its layers"], _DRAWN)
-        order.preferred = []
     return order
 
 
-def _noted(
-    model: nn.Module, sample: Any, fill: float | None = None
-) -> tuple[CallOrder, bool, bool]:
-    """Return the calls of a model on a sample, and whether it draws numbers by which it may decide:
-    by torch, or by Python's ``random``. The first are replaced by ``fill``, if that is given."""
+def _noted(model: nn.Module, sample: Any) -> CallOrder:
+    """Return the calls of a model on a sample."""
     with untouched(model), _eager():
         release(model.modules())
-        before = random.getstate()
-        with DrawWatch(fill) as watch, noted(model) as top:
+        with noted(model) as top:
             run_model(model, sample)
-        return CallOrder(top), watch.decides, before != random.getstate()
+        return CallOrder(top)
 
 
 @contextmanager
@@ -386,12 +376,13 @@ def untouched(model: nn.Module) -> Iterator[None]:
     weights = [(w := part._flat_weights, [*w]) for part in parts if isinstance(part, nn.RNNBase)]
     buffers = tuple({id(b): b for part in parts for b in part.buffers(recurse=False)}.values())
     grads = [(p, p.grad) for p in model.parameters()]
-    attributes = [place for place in found.places if isinstance(place, Entries)]
+    noted = noted_values(found)
     ambient = Ambient(torch.device("cpu"), tuple(chance), buffers)
     try:
-        with put_back(attributes), ambient.without_trace():
+        with ambient.without_trace():
             yield
     finally:
+        restore_values(changed_values(found, noted))
         for listed, were in weights:
             listed[:] = were  # torch changes them with an attribute
         for p, grad in grads:

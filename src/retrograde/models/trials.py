@@ -13,15 +13,15 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError
+from retrograde.models.arguments import Arguments
 from retrograde.models.draws import Draws
-from retrograde.models.given import Given, made_by, tensors_in, unflatten
+from retrograde.models.given import Given, made_by, tensors_in
 from retrograde.models.refill import Unit
-from retrograde.replay.dry_run import try_out
 from retrograde.replay.referents import MODULE_TABLES, Referents
 from retrograde.replay.surroundings import Ambient, version
+from retrograde.replay.trial import try_out
 from retrograde.run.states import device_of
 from retrograde.sizes.cache import signature
 
@@ -62,54 +62,35 @@ def try_call(
 
     def call() -> Any:
         nonlocal drawn
-        args, kwargs, _ = enter(given.leaves, wants_of(given.leaves), given.spec)
+        args, kwargs, _ = Arguments(given.leaves, given.spec).enter(given.leaves)
         with saved_tensors_hooks(pack, lambda t: t), Draws() as draws:
             result = forward(*args, **kwargs)
         drawn = max(drawn, draws.drawn)  # a trial that is watched draws as torch does
         return result
 
-    trial = try_out(call, layers, device_of(*tensors), tensors_in)
+    device = device_of(*tensors)
+    trial = try_out(call, layers, device, tensors_in)
     outputs = tensors_in(trial.value)
     if any(t.layout is not torch.strided for t in (*tensors, *outputs)):
         raise CellError(f"layer {name} is given or returns a sparse tensor: expected dense ones")
     made = made_by(trial.value, tensors)
+    reads = _reads_of(trial.found, trial.ambient)
+    shares = torch.is_autocast_enabled(device.type) and _shares_casts(outputs)
     tried = Tried(
-        Unit(name, forward, trial.ambient, _reads_of(trial.found, trial.ambient), drawn),
+        Unit(name, forward, trial.ambient, reads, drawn, shares_casts=shares),
         wants=tuple(t.requires_grad for t in outputs),
         is_apart=any(t is not None and t.untyped_storage().nbytes() for t in made),
         writes=versions != [version(t) for t in tensors],
     )
-    decides = trial.decides
     del trial, outputs, made
     if any(one() is not None for one in saved):  # what a graph saved lives as long as that
         gc.collect()  # of cycles
     if any(one() is not None for one in saved):
         raise CellError(_LEAVES.format(name, "a place that cannot be found"))
-    if decides:
-        raise CellError(_DECIDES.format(name))
     for left in tried.unit.ambient.left:
-        if left.graph and left.key not in _computed_names(left.place.holder):
+        if left.key not in _computed_names(left.holder):
             raise CellError(_LEAVES.format(name, left.called))
     return tried
-
-
-def wants_of(leaves: Sequence[Any]) -> list[bool]:
-    """Return which arguments are tensors that require a gradient."""
-    return [isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves]
-
-
-def enter(
-    leaves: Sequence[Any], wants: Sequence[bool], spec: pytree.TreeSpec | None
-) -> tuple[Any, Any, list[Tensor]]:
-    """Return arguments without the graph that they came from, and those that want a gradient."""
-    given = [leaf.detach() for leaf, want in zip(leaves, wants, strict=True) if want]
-    if given and torch.is_grad_enabled():
-        anchor = torch.empty(0, device="cpu", requires_grad=True)
-        given = list(_Enter.apply(anchor, *given))  # type: ignore[no-untyped-call]
-    rest = iter(given)
-    pairs = zip(leaves, wants, strict=True)
-    args, kwargs = unflatten([next(rest) if want else x for x, want in pairs], spec)
-    return args, kwargs, given
 
 
 class Leave(torch.autograd.Function):
@@ -130,26 +111,23 @@ class Leave(torch.autograd.Function):
         return found
 
 
-class _Enter(torch.autograd.Function):
-    """Tensors in the form that a preceding layer would have returned.
+def _shares_casts(outputs: Sequence[Tensor]) -> bool:
+    """Return whether two casts of one parameter are in a graph that was made without a cache."""
+    pending, seen, cast = [t.grad_fn for t in outputs], set[Any](), set[Any]()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        inner = [one for one, _ in node.next_functions]
+        if node.name() == "ToCopyBackward0" and hasattr(inner[0], "variable"):
+            if inner[0] in cast:
+                return True
+            cast.add(inner[0])
+        pending += inner
+    return False
 
-    Autograd would hold a leaf as long as the graph, even one that no layer refers to.
-    """
 
-    @staticmethod
-    def forward(ctx: object, anchor: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
-        return tuple(t.detach() for t in state)
-
-    @staticmethod
-    def backward(ctx: object, *gradients: Tensor) -> None:
-        raise AssertionError("gradients are taken before they get here")
-
-
-_DECIDES = (
-    "layer {} draws random numbers of Python's, which may decide what it computes, so its bytes "
-    "cannot be known before: expected drawn tensors; multiply by a drawn mask, as "
-    "torchvision.ops.StochasticDepth does, or use memory=None"
-)
 _LEAVES = (
     "layer {} leaves a tensor with a gradient in {}: expected it to return it, since no budget "
     "covers what is left; return it, leave its detach(), or use memory=None"

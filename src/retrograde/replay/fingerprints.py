@@ -8,10 +8,12 @@ places within a column, or in a tensor with gaps in memory, are not told apart. 
 quantized tensors, and those of subclasses without memory, have no fingerprint.
 """
 
+import threading
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,10 +59,18 @@ def _fingerprint(t: Tensor) -> Fingerprint:
     aligned = words.nbytes % 8 == 0 == words.storage_offset() * words.itemsize % 8
     words = words.view(torch.int64 if aligned else _INTEGERS[words.itemsize])
     rows = len(words) // _WORDS
-    columns = words[: rows * _WORDS].view(rows, _WORDS).sum(0, dtype=torch.int64)
-    total = columns.mul_(_weights(t.device)).sum()
-    rest = words[rows * _WORDS :].sum(dtype=torch.int64)
-    return hash((int(total), int(rest))) if t.is_cpu else total.add_(rest)
+    columns, rest = words[: rows * _WORDS].view(rows, _WORDS), words[rows * _WORDS :]
+    if not t.is_cpu:
+        weighted = columns.sum(0, dtype=torch.int64).mul_(_weights(t.device)).sum()
+        return weighted.add_(rest.sum(dtype=torch.int64))
+    if not hasattr(_room, "sums"):  # kept, so that a fingerprint takes no more memory
+        _room.sums = torch.empty(_WORDS, dtype=torch.int64)
+    torch.sum(columns, 0, dtype=torch.int64, out=_room.sums)
+    weighted = _room.sums.mul_(_weights(t.device)).numpy().sum()
+    return hash((int(weighted), int(rest.numpy().sum(dtype=np.int64))))
+
+
+_room = threading.local()
 
 
 @cache

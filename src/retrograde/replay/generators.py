@@ -5,26 +5,20 @@ generator that it refers to. (A coin for teacher forcing is often Python's.) A r
 draw the same numbers (rule 2). So the states of these generators are stored with
 every hidden state.
 
-A generator that moved does not show who drew from it: another thread may have, such as a loader
-that prefetches. For torch's generators :class:`OwnDraws` tells. It is slow, so it is used only
-where one moved while other threads were running. For Python's and NumPy's nothing tells.
-
 Known limit: a generator that neither is global nor can be found from the cell is not seen.
 """
 
 import pickle
 import random
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @dataclass(frozen=True)
@@ -32,7 +26,6 @@ class _Torch:
     """A generator of torch's."""
 
     generator: torch.Generator
-    is_torchs: ClassVar = True
 
     def position(self) -> Any:
         """Return a value that changes when a number is drawn, and takes no memory of torch's."""
@@ -62,7 +55,6 @@ class _Other:
     value that compares, and ``restore`` sets it."""
 
     generator: Any
-    is_torchs: ClassVar = False
     capture: Callable[[], Any] = field(compare=False)
     restore: Callable[[Any], None] = field(compare=False)
 
@@ -116,34 +108,6 @@ def _other(generator: Any) -> _Other:
 def random_position(device: torch.device) -> tuple[int, ...]:
     """Return the positions of torch's default generators, which change when one is drawn from."""
     return tuple(_Torch(generator).position() for generator in _of_device(device))
-
-
-def is_alone() -> bool:
-    """Return whether no other thread could draw random numbers."""
-    return threading.active_count() == 1
-
-
-class OwnDraws(TorchDispatchMode):
-    """Notes which of torch's generators its own thread draws from in a block, call by call."""
-
-    def __init__(self, sources: Iterable[Source]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.sources = [source for source in sources if isinstance(source, _Torch)]
-        self.drawn: set[Source] = set()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **(kwargs or {}))
-        given = [v for v in (*args, *(kwargs or {}).values()) if isinstance(v, torch.Generator)]
-        names = {int(g._cdata) for g in given}  # type: ignore[attr-defined]
-        ours = [s for s in self.sources if not given or int(s.generator._cdata) in names]  # type: ignore[attr-defined]
-        before = [source.position() for source in ours]
-        result = func(*args, **(kwargs or {}))
-        pairs = zip(ours, before, strict=True)
-        self.drawn.update(source for source, then in pairs if source.position() != then)
-        return result
 
 
 class OwnRandom:

@@ -1,16 +1,16 @@
-"""The surroundings of a step: what is replayed at a rerun, and what is refused.
+"""The surroundings of a call: what it depends on besides its arguments, and how that is replayed.
 
-A recomputation must repeat the first run and leave no trace. So four things are replayed. Random
-states and buffers are stored with every state. The modules' ``training`` flags and autocast are
-noted once a call. Any other change that a step makes is refused by its name. So is a change that
-somebody else makes, before the backward pass, to what a step reads. A tensor that a step leaves in
-an attribute may stay there, if no later step reads it.
+A recomputation must repeat the first run and leave no trace (rules 2, 3, 4). Replayed are
+generators, buffers that the call writes to, and attributes that it changes. So are the modes and
+weights of modules, and the switches of torch (:mod:`retrograde.replay.switches`). Whether a rerun
+was the same is told by its result (:mod:`retrograde.replay.fingerprints`). Only if it was not,
+somebody looks for the cause.
 
-Most cells draw nothing and change nothing; then nothing is stored.
+Most calls draw nothing and change nothing; then nothing is stored.
 """
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, cast
@@ -20,24 +20,14 @@ from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils import _pytree as pytree
 
-from retrograde.errors import CellError, RetrogradeError
+from retrograde.errors import RetrogradeError
 from retrograde.machine import MEASURING, unpacked
-from retrograde.replay.generators import OwnDraws, Source, is_alone
-from retrograde.replay.places import (
-    ABSENT,
-    Entries,
-    Glance,
-    Place,
-    Slot,
-    Unreadable,
-    Watch,
-    first_named,
-    note,
-    restore,
-)
+from retrograde.replay.generators import Source
 from retrograde.replay.referents import Referents
+from retrograde.replay.switches import Switches, autocast_as_now
 
-#: The states of generators, and copies of buffers. Those of Python and NumPy are no tensors.
+ABSENT: Any = object()  #: Stands for the value of a name that has none.
+#: The states of generators, copies of buffers, and noted values. Only tensors take torch's memory.
 Snapshot = tuple[Any, ...]
 
 
@@ -46,175 +36,62 @@ def version(t: Tensor) -> int:
     return 0 if t.is_inference() else t._version
 
 
-@dataclass(frozen=True)
-class Marks:
-    """The generators' positions, tensors' versions and places' values when a call began."""
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """A name in a dict, or of an attribute. ``called`` is its name in a message. The value is
+    :data:`ABSENT` if there is none."""
 
-    positions: list[Any]
-    versions: list[int]
-    glance: Glance
+    holder: Any
+    key: Any
+    called: str
+    rest: Any = None  # its value between calls, unless that holds tensors
 
+    def read(self) -> Any:
+        if isinstance(self.holder, dict):
+            return self.holder.get(self.key, ABSENT)
+        return getattr(self.holder, self.key, ABSENT)
 
-@dataclass(frozen=True)
-class Steady:
-    """The surroundings that the first step left unchanged, and so every other step must."""
-
-    sources: tuple[Source, ...] = ()
-    tensors: tuple[Tensor, ...] = ()  # buffers, captured tensors, parameters without a gradient
-    places: tuple[Place, ...] = ()
-    found: Referents = field(default_factory=Referents)  # the referents that they are from
-
-    def marks(self) -> Marks:
-        """Return their present values, to be compared later."""
-        positions = [source.position() for source in self.sources]
-        return Marks(positions, [version(t) for t in self.tensors], self._watch.now())
-
-    @cached_property
-    def _watch(self) -> Watch:
-        return Watch(self.places)
-
-    def changes(self, before: Marks, layer: str | None = None) -> tuple[Source, ...]:
-        """Refuse changes since ``before``, since they were not stored for a rerun.
-
-        Returns generators of torch's that moved, where another thread may have drawn. ``layer``
-        names the layer that ran since, if it was not a cell. Of one, changed Python values are
-        refused by a rerun alone, since to look at all places takes long.
-        """
-        changed = () if layer else self._watch.changes(before.glance)
-        for name in self._read(changed, before):
-            raise _unsteady(layer, f"changed {name}", "assign to it")
-        pairs = zip(self.sources, before.positions, strict=True)
-        moved = tuple(source for source, then in pairs if source.position() != then)
-        if moved and is_alone():
-            raise _unsteady(layer, "drew random numbers", "draw")
-        if not all(source.is_torchs for source in moved):
-            raise CellError(_THREADS.format(layer or "the cell"))
-        return moved
-
-    @contextmanager
-    def as_then(self, then: Marks) -> Iterator[None]:
-        """Undo changes of ``training``, parameters and buffers, and new attributes, in a block.
-
-        Raises:
-            RetrogradeError: something else that a step reads has changed since.
-        """
-        changed = self._watch.changes(then.glance)
-        ours = {slot for slot in changed if slot.key == "training" or slot.place.registered}
-        added = [s for s, was in changed.items() if was is ABSENT and isinstance(s.place, Entries)]
-        new = {slot for slot in added if "_parameters" in slot.place.holder}  # of modules
-        replayed = [(s, changed[s], now) for s in ours ^ new if (now := s.read()) is not ABSENT]
-        others = changed.keys() - {slot for slot, *_ in replayed}
-        for name in self._read(others, then):
-            raise RetrogradeError(_CHANGED.format(name))
-        for slot, before, _ in replayed:
-            slot.write(before)
-        try:
-            yield
-        finally:
-            for slot, _, now in replayed:
-                slot.write(now)
-
-    def _read(self, changed: Collection[Slot], then: Marks) -> Iterator[str]:
-        """Iterate over the names of what changed, or was written to, and the cell reads."""
-        pairs = zip(self.tensors, then.versions, strict=True)
-        written = [t for t, before in pairs if version(t) != before]
-        if not (changed or written):
-            return
-        read = self.found.read()
-        yield from (slot.called for slot in changed if read.reads(slot.place, slot.key))
-        for t in written:
-            if (name := first_named(read.places, t)) is not None:
-                yield f"{name}, a tensor of shape {tuple(t.shape)}, in place"
+    def write(self, value: Any) -> None:
+        if not isinstance(self.holder, dict):
+            setattr(self.holder, self.key, value)
+        elif value is ABSENT:
+            self.holder.pop(self.key, None)
+        else:
+            self.holder[self.key] = value
 
 
-def _unsteady(layer: str | None, did: str, remedy: str) -> CellError:
-    """Return the error for a later run that does what the first one did not."""
-    if layer is not None:
-        return CellError(
-            f"{layer} {did}, which it did not do when tried: expected the same at every call, so "
-            f"that it can be run again; {remedy} every time (and discard what is not used), or "
-            "use memory=None"
-        )
-    return CellError(
-        f"the cell {did} at a later step, but not at step 0: expected it to do so at every step or "
-        f"at none; {remedy} at step 0 too, and discard what is not used, or make it part of the "
-        "state"
-    )
+def modes_of(parts: Sequence[nn.Module]) -> list[Slot]:
+    """Return where modules keep what decides how they run: their mode, parameters and buffers."""
+    found = []
+    for m in parts:
+        found.append(Slot(m, "training", "training"))
+        tables: list[dict[str, Any]] = [m._parameters, m._buffers]
+        found += [Slot(table, name, name) for table in tables for name in table]
+    return found
 
 
-_CHANGED = (
-    "somebody changed {} between the forward pass and the backward pass, which reads it again: "
-    "expected it to stay as it was; call backward() first, or put it into the inputs or the state"
-)
-_THREADS = (
-    "{} ran while numbers were drawn from a generator of Python's or NumPy's, by it or by another "
-    "thread: expected no such draw, for a rerun could not tell; let the thread draw from a "
-    "random.Random or a numpy.random.Generator of its own"
-)
+@contextmanager
+def as_then(slots: Sequence[Slot], then: Sequence[Any]) -> Iterator[None]:
+    """Set values in a block to what they were."""
+    now = [slot.read() for slot in slots]
+    differ = [k for k, (a, b) in enumerate(zip(now, then, strict=True)) if a is not b]
+    for k in differ:
+        slots[k].write(then[k])
+    try:
+        yield
+    finally:
+        for k in differ:
+            slots[k].write(now[k])
 
 
-class Trail:
-    """The generators' positions at each state, to detect draws of other threads.
-
-    If another thread draws from a generator that the cell draws from too, a rerun cannot draw the
-    same numbers.
-    """
-
-    def __init__(self, ambient: "Ambient") -> None:
-        self.ambient = ambient
-        self.found: dict[int, list[Any]] = {}
-
-    def arrive(self, at: int) -> None:
-        """Compare with the last time that this state was reached.
-
-        Raises:
-            CellError: another thread drew.
-        """
-        if self.ambient.draws and (self.found or not is_alone()):
-            now = [source.position() for source in self.ambient.sources]
-            if self.found.setdefault(at, now) != now:
-                raise CellError(
-                    "another thread drew random numbers from a generator that the cell draws from "
-                    "too, so a rerun cannot draw the same: expected a generator that nobody else "
-                    "uses; give the cell a torch.Generator of its own, or draw before and pass the "
-                    "numbers as inputs"
-                )
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Left(Slot):
-    """A name under which a step leaves tensors.
-
-    A later step must not read them, since a rerun would read other tensors. So before a rerun, or a
-    recording, an object that raises on use replaces them. ``before`` is what was there before the
-    call. ``graph`` says whether the tensors have a history, and if not, ``nbytes`` is their size.
-    """
-
-    before: Any
-    graph: bool
-    nbytes: int = 0
-
-    @cached_property
-    def _barred(self) -> Unreadable:
-        return Unreadable.of(self.refusal)
-
-    def bar(self) -> None:
-        """Make reading from there an error."""
-        self.write(self._barred)
+    """A name under which a call leaves tensors that have a history."""
 
     def cut(self) -> None:
         """Keep the tensors that a forward pass left from being differentiated."""
-        value = self.read()
-        if self.graph and value is not ABSENT:
+        if (value := self.read()) is not ABSENT:
             self.write(pytree.tree_map_only(Tensor, partial(_cut, self.called), value))
-
-    def refusal(self) -> CellError:
-        """Return the error for a later step that reads it."""
-        return CellError(
-            f"the cell keeps a state of its own in {self.called}, which a step writes "
-            "and a later one reads: expected the state to hold all that steps hand on; "
-            "make it part of the state, or name its module in stateful="
-        )
 
 
 def _cut(name: str, t: Tensor) -> Tensor:
@@ -240,18 +117,36 @@ class _Cut(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Ambient:
-    """The surroundings that matter to one cell.
+class Marks:
+    """What surrounded a call, besides what its :meth:`Ambient.capture` copies."""
 
-    Its steps draw from ``sources``, write to ``buffers``, and leave tensors in ``left``. The rest
-    is ``steady``.
+    switches: Switches
+    modes: list[Any]
+
+
+@dataclass(frozen=True)
+class Ambient:
+    """The surroundings that matter to one call, as a trial found them.
+
+    Attributes:
+        device: where it runs.
+        sources: the generators that it draws from.
+        buffers: the tensors that it writes to.
+        moving: the attributes that it changes, and depends on.
+        changing: all attributes that it changes, which a rerun puts back.
+        left: where it leaves tensors that have a history.
+        left_bytes: the bytes of other tensors that it leaves.
+        found: the objects that it refers to.
     """
 
     device: torch.device
     sources: tuple[Source, ...] = ()
     buffers: tuple[Tensor, ...] = ()
+    moving: tuple[Slot, ...] = ()
+    changing: tuple[Slot, ...] = ()
     left: tuple[Left, ...] = ()
-    steady: Steady = Steady()
+    left_bytes: int = 0
+    found: Referents = field(default_factory=Referents)
 
     @property
     def draws(self) -> bool:
@@ -261,28 +156,40 @@ class Ambient:
     @property
     def moves(self) -> bool:
         """Whether its steps change anything that has to be restored before a rerun."""
-        return bool(self.sources or self.buffers)
+        return bool(self.sources or self.buffers or self.moving)
+
+    @cached_property
+    def modes(self) -> list[Slot]:
+        """The modes of the modules that it refers to."""
+        return modes_of(self.found.parts())
+
+    def marks(self) -> Marks:
+        """Note what surrounds a call that begins now."""
+        return Marks(Switches(self.device), [slot.read() for slot in self.modes])
 
     def capture(self) -> Snapshot:
-        """Copy the present surroundings; the copy is empty for a cell that depends on none."""
+        """Copy the present surroundings; the copy is empty for a call that depends on none."""
         random = (source.capture() for source in self.sources)
-        return (*random, *(buffer.detach().clone() for buffer in self.buffers))
+        copies = (buffer.detach().clone() for buffer in self.buffers)
+        return (*random, *copies, *(slot.read() for slot in self.moving))
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Restore captured surroundings, and bar the tensors that other steps left."""
-        for source, state in zip(self.sources, snapshot, strict=False):
-            source.restore(state)
+        """Restore captured surroundings."""
+        rest = iter(snapshot)
+        for source in self.sources:
+            source.restore(next(rest))
         with torch.no_grad():
-            for buffer, value in zip(self.buffers, snapshot[len(self.sources) :], strict=False):
+            for buffer in self.buffers:
                 # A graph recorded earlier may hold this buffer; its version must not change.
                 with _unsafe_preserve_version_counter(buffer):
-                    buffer.copy_(value)
-        self.bar()
+                    buffer.copy_(next(rest))
+        for slot, value in zip(self.moving, rest, strict=True):
+            slot.write(value)
 
-    def bar(self) -> None:
-        """Keep the following steps from reading tensors that other steps left."""
-        for left in self.left:
-            left.bar()
+    def release(self) -> None:
+        """Release the tensors that a call left."""
+        for slot in self.changing:
+            slot.write(slot.rest)
 
     def cut(self) -> None:
         """Keep everybody from differentiating the tensors that the forward pass left."""
@@ -293,14 +200,13 @@ class Ambient:
     @contextmanager
     def without_trace(self) -> Iterator[None]:
         """Restore the surroundings after the block."""
-        before, values = self.capture(), [left.read() for left in self.left]
-        self.bar()
+        before, values = self.capture(), [slot.read() for slot in self.changing]
         try:
             yield
         finally:
             self.restore(before)
-            for left, value in zip(self.left, values, strict=True):
-                left.write(value)
+            for slot, value in zip(self.changing, values, strict=True):
+                slot.write(value)
 
     @contextmanager
     def measured(self) -> Iterator[None]:
@@ -308,55 +214,68 @@ class Ambient:
         with (
             MEASURING,
             unpacked(),
-            muted_modules(self.steady.found.parts()),
-            put_back(self.steady.places),
+            muted_modules(self.found.parts()),
             self.without_trace(),
             autocast_as_now(self.device),
         ):
             yield
 
     @contextmanager
-    def rerun(
-        self, then: Marks, moved: Sequence[Source] = (), layer: str | None = None
-    ) -> Iterator[None]:
-        """Run steps again as they ran when some marks were taken, and leave no trace.
-
-        ``layer`` names the layer that runs, if it is not a cell.
-
-        Raises:
-            RetrogradeError: something that a step reads has changed since, or a step draws from one
-                of the generators that ``moved`` while the steps first ran.
-        """
-        with ExitStack() as stack:
-            stack.enter_context(self.steady.as_then(then))
-            stack.enter_context(self.without_trace())
-            draws = stack.enter_context(OwnDraws(moved)) if moved else None
+    def rerun(self, then: Marks) -> Iterator[None]:
+        """Run steps again as they ran when some marks were taken, and leave no trace."""
+        with as_then(self.modes, then.modes), then.switches.as_then(), self.without_trace():
             yield
-        if draws is not None and draws.drawn:
-            raise _unsteady(layer, "drew random numbers", "draw")
+
+    def differs(self, what: str) -> RetrogradeError:
+        """Return the error for a rerun that computed something else, with the likeliest cause."""
+        cause, changed = "it depends on something besides its arguments", self.found.changed()
+        if changed:
+            cause = f"perhaps since {', '.join(changed[:3])} changed"
+        return RetrogradeError(
+            f"{what} computed something else when it ran again for the backward pass, {cause}: "
+            "expected the same bits; change nothing that it reads before backward(), make it part "
+            "of the inputs, of the state or of a buffer, or use memory=None"
+        )
 
 
-@contextmanager
-def put_back(places: Sequence[Place]) -> Iterator[None]:
-    """Restore the values of places when a block ends."""
-    before = note(places)
-    try:
-        yield
-    finally:
-        restore(before)
+def noted_values(found: Referents) -> list[dict[Any, Any]]:
+    """Note what the dicts hold that a call refers to."""
+    return [dict(dict.items(holder)) for holder, _ in found.holders]
 
 
-def autocast_as_now(device: torch.device) -> torch.autocast:
-    """Return a context that sets autocast as it is at this moment, to be entered later (rule 4).
+def changed_values(found: Referents, noted: Sequence[dict[Any, Any]]) -> dict[Slot, Any]:
+    """Return what has changed since, and each value then."""
+    slots = {}
+    for (holder, form), then in zip(found.holders, noted, strict=True):
+        for key in dict.fromkeys((*then, *dict.keys(holder))):
+            before, now = then.get(key, ABSENT), dict.get(holder, key, ABSENT)
+            if before is not now and not _equal(before, now):
+                rest = None if tensors_in(before) else before
+                slots[Slot(holder, key, form.format(key), rest)] = before
+    return slots
 
-    Its weight cache is off: a cached cast would join the graphs of different steps.
-    """
-    return torch.autocast(
-        device.type,
-        dtype=torch.get_autocast_dtype(device.type),
-        enabled=torch.is_autocast_enabled(device.type),
-        cache_enabled=False,
-    )
+
+def _equal(a: Any, b: Any) -> bool:
+    """Return whether two values are equal, and of a plain kind."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    if isinstance(a, tuple | list):
+        return len(a) == len(b) and all(map(_equal, a, b))
+    return isinstance(a, bool | int | float | complex | str | bytes) and a == b
+
+
+def restore_values(before: dict[Slot, Any]) -> None:
+    for slot, value in before.items():
+        slot.write(value)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors that a value is, holds, or has as attributes."""
+    leaves = pytree.tree_leaves(value)
+    inside = [v for leaf in leaves if hasattr(leaf, "__dict__") for v in vars(leaf).values()]
+    return [leaf for leaf in (*leaves, *inside) if isinstance(leaf, Tensor)]
 
 
 @contextmanager

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from retrograde.errors import CellError, RetrogradeError, ScheduleError
-from retrograde.replay.surroundings import autocast_as_now, muted_hooks, version
+from retrograde.replay.surroundings import muted_hooks, version
+from retrograde.replay.switches import autocast_as_now
 from retrograde.replay.trees import Tensors
 from retrograde.run.core import Core, Gradients, discard, window
 from retrograde.run.executor import Run
@@ -113,7 +114,7 @@ class _Recurrence(torch.autograd.Function):
         ctx.autocast, ctx.casts = autocast_as_now(device), torch.is_autocast_enabled(device.type)
         ctx.same = [next(i for i, s in enumerate(state) if s is t) for t in state]
         ctx.before = core.ambient.capture()
-        ctx.marks = core.ambient.steady.marks()
+        ctx.marks = core.ambient.marks()
         outputs = _Outputs(core, layout)
         outputs.tensors = held = core.room(layout.read(inputs))
         with ctx.autocast:
@@ -124,7 +125,6 @@ class _Recurrence(torch.autograd.Function):
                 "the cell wrote in place to an input, an initial state or a parameter during the "
                 "forward pass: expected them to stay as they are; return new tensors instead"
             )
-        ctx.moved = core.ambient.steady.changes(ctx.marks)
         core.ambient.cut()
         ctx.versions = versions[n_inputs + n_state :]
         ctx.n_held = len(held)
@@ -145,7 +145,7 @@ class _Recurrence(torch.autograd.Function):
         run: Run = ctx.run
         parameters = run.core.parameters
         layout: Layout = ctx.layout
-        rerun = run.core.ambient.rerun(ctx.marks, ctx.moved)
+        rerun = run.core.ambient.rerun(ctx.marks)
         needs = ctx.needs_input_grad[_OTHERS:]
         if torch.is_grad_enabled():
             with rerun, ctx.autocast, muted_hooks(parameters):

@@ -139,7 +139,6 @@ class AutogradCore(Core):
     def record(
         self, inputs: Inputs, start: int, stop: int, state: Tensors, emit: Emit | None
     ) -> Tape:
-        self.ambient.bar()
         mark = torch._C._autograd._get_sequence_nr()
         joint, last = not self.fused and stop - start > 1, stop == len(inputs)
         with torch.enable_grad(), self.recording():

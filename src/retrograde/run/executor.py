@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from retrograde.replay.surroundings import Snapshot, Trail
+from retrograde.replay.surroundings import Snapshot
 from retrograde.replay.trees import Tensors
 from retrograde.run.core import Core, Emit, Gradients, Tape
 from retrograde.run.layout import Inputs
@@ -41,12 +41,10 @@ class Run:
     tapes: list[Tape] = field(default_factory=list)
     cuts: Sequence[int] | None = None
     states: int = 0
-    trail: Trail = field(init=False)
 
     def forward(self, inputs: Inputs, state: Tensors, emit: Emit | None) -> Tensors:
         """Perform all actions before the first ``Backward``; return the state after all steps."""
         self.clear()
-        self.trail = Trail(self.core.ambient)
         self.done, self.position, self.state = 0, 0, each_once(Tensor.detach, state)
         while not isinstance(self.actions[self.done], Backward):
             self._perform(inputs, emit)
@@ -83,7 +81,6 @@ class Run:
                     tape = self.core.record(inputs, a, b, state, emit)
                     self.tapes.append(tape)
                     self.state, self.position = tape.state_after, b
-                    self.trail.arrive(b)
             case Load(at):
                 self.state, ambient = self._kept(at)
                 self.core.ambient.restore(ambient)
@@ -108,7 +105,6 @@ class Run:
         del states
         for at, state in between:
             self.stored[at] = state, self.core.ambient.capture()
-        self.trail.arrive(self.position)
 
     def _tapes(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the ranges that a recording is divided into. They are loaded or consumed one by

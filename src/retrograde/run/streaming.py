@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from retrograde.errors import CellError
-from retrograde.replay.surroundings import autocast_as_now, muted_hooks, version
+from retrograde.replay.surroundings import muted_hooks, version
+from retrograde.replay.switches import autocast_as_now
 from retrograde.replay.trees import Tensors
 from retrograde.run.core import Core, Gradients
 from retrograde.run.executor import Run
@@ -65,14 +66,13 @@ def run_stream(
     )
     total = torch.zeros((), dtype=torch.float64, device=device)
     mine = [*state, *core.parameters, *(t for t in stream.source.trained if t is not None)]
-    versions, marks = [version(t) for t in mine], core.ambient.steady.marks()
+    versions, marks = [version(t) for t in mine], core.ambient.marks()
     run = Run(core, schedule, len(stream))
     with autocast_as_now(device), muted_hooks(core.parameters):
         after = run.forward(inputs, state, lambda start, stop, values: _add(total, values))
         gradients.states = [None] * len(after)
-        moved = core.ambient.steady.changes(marks)
         core.ambient.cut()
-        with core.ambient.rerun(marks, moved):
+        with core.ambient.rerun(marks):
             run.backward(inputs, gradients)
             core.complete()
     if versions != [version(t) for t in mine]:

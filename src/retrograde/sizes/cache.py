@@ -13,26 +13,21 @@ a step may depend on them.
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from retrograde.machine import MEASURING
-from retrograde.replay.places import Place
-from retrograde.replay.referents import MODULE_TABLES, Referents
+from retrograde.replay.referents import Referents
 from retrograde.run.autograd_core import Settled
 from retrograde.sizes.allocations import is_profiled
 
 T = TypeVar("T")
 
 _MOST = 48
-_PLAIN: tuple[type, ...] = (int, float, complex, str, bytes, type(None), type)
-_PLAIN += (torch.dtype, torch.device, np.generic, Enum)
 
 
 @dataclass(frozen=True)
@@ -102,20 +97,20 @@ class CellFits(LRUCache[T]):
 
     def fit(
         self,
-        parts: Sequence[tuple[Referents, Sequence[Place]]],
+        parts: Sequence[Referents],
         shapes: Hashable,
         budget: Hashable,
         step: Callable[[], Hashable],
         find: Callable[[], T],
     ) -> tuple[T, Settled]:
         """Return the fit for a cell, and properties that its calls have settled. ``find`` computes
-        the fit if it is not known; ``step`` measures the bytes of a step. ``parts`` are arguments
-        of :func:`identity`. ``shapes`` is all else that these bytes depend on, and ``budget`` all
-        else that the fit depends on."""
+        the fit if it is not known; ``step`` measures the bytes of a step. ``parts`` are what it
+        refers to. ``shapes`` is all else that these bytes depend on, and ``budget`` all else that
+        the fit depends on."""
         made_of, kinds = (
-            tuple(identity(*part, values=values) for part in parts) for values in (True, False)
+            tuple(identity(part, values=values) for part in parts) for values in (True, False)
         )
-        modules = [module for found, _ in parts for module in found.modules]
+        modules = [module for found in parts for module in found.modules]
         step_bytes, settled = self._steps.get(
             (made_of, shapes), lambda: (step(), Settled()), of=modules
         )
@@ -129,32 +124,10 @@ def signature(t: Tensor) -> tuple[Any, ...]:
     return tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad, autocast
 
 
-def identity(found: Referents, places: Iterable[Place], *, values: bool = True) -> Hashable:
+def identity(found: Referents, *, values: bool = True) -> Hashable:
     """Return a key of a cell, equal for two closures of the same code over the same values. It
-    keeps no module and no tensor alive, and holds while the modules live. ``places`` are the Python
-    values that the cell only reads; without ``values`` only their types count."""
-    held = tuple(tuple(_kinds(place, values)) for place in places)
+    keeps no module and no tensor alive, and holds while the modules live. Without ``values`` only
+    the types of numbers and texts count."""
+    held = tuple((name, type(value), value if values else None) for name, value in found.values)
     modules = tuple(map(id, found.modules))
     return modules, tuple(found.codes), tuple(map(signature, found.tensors)), held
-
-
-def _kinds(place: Place, values: bool) -> Iterator[Hashable]:
-    """Iterate over the names of a place with a number's value, or another value's kind."""
-    for key, value in place.read().items():
-        if key not in place.but and key not in MODULE_TABLES:
-            name = key if isinstance(key, _PLAIN) else type(key)
-            yield name, _kind(value) if values or isinstance(value, Tensor) else type(value)
-
-
-def _kind(value: Any) -> Hashable:
-    if isinstance(value, _PLAIN):
-        return type(value), value
-    if isinstance(value, Tensor):
-        return value.shape, value.dtype, value.device, value.requires_grad
-    if isinstance(value, np.ndarray):
-        return value.shape, str(value.dtype), value.tobytes() if value.nbytes < 64 else b""
-    if isinstance(value, tuple):
-        return tuple(map(_kind, value))
-    if isinstance(value, frozenset) and all(isinstance(item, _PLAIN) for item in value):
-        return value
-    return cast(Hashable, type(value))

@@ -281,13 +281,13 @@ def _measure_tape(
     gradients: list[Gradients] = []
 
     def sweep() -> None:
-        if core.ambient.left:  # the previous step's leftovers are still there
+        if core.ambient.changing:  # the previous step's leftovers are still there
             core.advance(inputs, 0, [1], state, noting(shapes))
         core.advance(inputs, 0, [steps], state, noting(shapes))
 
     def again() -> None:
         # What a cell leaves in an attribute must not be released while the next range is measured.
-        if core.ambient.left:
+        if core.ambient.changing:
             kept.append(core.record(inputs, 0, steps, state, None))
 
     def run() -> None:
@@ -302,7 +302,7 @@ def _measure_tape(
         core.backpropagate(tapes.pop(), gradients[0])
 
     # Earlier leftovers are released first. Otherwise their release would count as free memory.
-    bar = core.ambient.bar
+    bar = core.ambient.release
     phases = [bar, sweep, bar, again, bar, run, prepare, back, gradients.clear]
     _, swept, *_, recorded, _, backward, _ = measure_phases(phases, device=core.ambient.device)
     return _Bytes(swept.peak(), recorded.growth(), recorded.peak(), backward.peak())

@@ -1,0 +1,117 @@
+"""What surrounds a call in torch: switches and modes, to be set as they were when it runs again.
+
+A switch is whatever ``torch._C`` can get and set without an argument: which attention and which
+convolution runs, whether sums are deterministic, in which precision matrices are multiplied. So a
+newer torch's switches are among them. Autocast, the default type, the number of threads, and the
+modes of ``torch.overrides`` and ``torch.utils._python_dispatch`` are noted too.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import overrides
+from torch.utils import _python_dispatch as dispatch
+
+_NO_SWITCHES = re.compile("thread_name|warn|trac|graph|deterministic_algorithms")
+Switch = tuple[Callable[[], Any], Callable[[Any], None]]
+
+
+@cache
+def _switches() -> Sequence[Switch]:
+    """Return what gets and sets each switch of this torch."""
+    found: list[Switch] = [
+        (torch.get_default_dtype, torch.set_default_dtype),
+        (torch.get_num_threads, torch.set_num_threads),
+        (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    ]
+    for name in dir(torch._C):
+        attention = re.fullmatch("_get_(.*)_sdp_enabled", name)
+        other = f"_set_sdp_use_{attention[1]}" if attention else name.replace("_get_", "_set_", 1)
+        is_pair = name.startswith("_get_") and hasattr(torch._C, other)
+        if is_pair and not _NO_SWITCHES.search(name):
+            get, put = getattr(torch._C, name), getattr(torch._C, other)
+            try:
+                if isinstance(get(), bool | int | str | list):
+                    found.append((get, put))
+            except (TypeError, RuntimeError):  # it takes an argument, or has no value here
+                continue
+    return found
+
+
+class Switches:
+    """The switches and modes at one moment, of a call on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.values = [get() for get, _ in _switches()]
+        self.autocast = autocast_as_now(device)
+        self.modes = [stack() for stack, *_ in _STACKS]
+
+    @contextmanager
+    def as_then(self) -> Iterator[None]:
+        """Set all of them in a block to what they were, if they differ."""
+        pairs = zip(_switches(), self.values, strict=True)
+        differ = [(put, then, now) for (get, put), then in pairs if (now := get()) != then]
+        for put, then, _ in differ:
+            put(then)
+        moved = self._set_modes()
+        try:
+            with self.autocast:
+                yield
+        finally:
+            for push, pop, then, now in moved:
+                for _ in then:
+                    pop()
+                for mode in now:
+                    push(mode)
+            for put, _, value in differ:
+                put(value)
+
+    def _set_modes(self) -> list[tuple[Any, Any, list[Any], list[Any]]]:
+        moved = []
+        for (stack, push, pop), then in zip(_STACKS, self.modes, strict=True):
+            now = stack()
+            if [*map(id, now)] != [*map(id, then)]:
+                every: list[Any] = [pop() for _ in range(stack(ours=True))][::-1]
+                for mode in then:
+                    push(mode)
+                moved.append((push, pop, then, every))
+        return moved
+
+
+def _stack_of(get: Callable[[], Sequence[Any]]) -> Any:
+    """Return a function for the modes of one kind without ours, or for the number of all."""
+
+    def stack(*, ours: bool = False) -> Any:
+        modes = get()
+        if ours:
+            return len(modes)
+        return [mode for mode in modes if not type(mode).__module__.startswith("retrograde.")]
+
+    return stack
+
+
+_STACKS: Any = (
+    (
+        _stack_of(overrides._get_current_function_mode_stack),
+        overrides._push_mode,
+        overrides._pop_mode,
+    ),
+    (_stack_of(dispatch._get_current_dispatch_mode_stack), dispatch._push_mode, dispatch._pop_mode),
+)
+
+
+def autocast_as_now(device: torch.device) -> torch.autocast:
+    """Return a context that sets autocast as it is at this moment, to be entered later (rule 4).
+
+    Its weight cache is off: a cached cast would join the graphs of different steps.
+    """
+    return torch.autocast(
+        device.type,
+        dtype=torch.get_autocast_dtype(device.type),
+        enabled=torch.is_autocast_enabled(device.type),
+        cache_enabled=False,
+    )

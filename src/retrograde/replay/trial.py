@@ -1,0 +1,376 @@
+"""A trial of a call, which finds out what it draws, writes and leaves, and what it depends on.
+
+Generators, buffers and Python values are put back, whether the call returns or raises. If the call
+changes one buffer of a module, all of its buffers count as changed. (Batch normalization's running
+mean is unchanged by an input of zeros.)
+
+A call that changes attributes runs once more, on what it left. If its results and gradients are the
+same bits, the attributes do not matter, and reruns put them back. What the second call did not
+change again is a cache, and stays. If the bits differ, the call depends on the attributes, and runs
+a third time on what it found first. Numbers and texts are then replayed as buffers are. Attributes
+that hold tensors are a state of the cell's own, and are refused by name.
+
+Known limits: some things stay as a call left them. These are large captured tensors that a refused
+call wrote to, lists, a closure's variables, globals, and what cannot be found from the cell.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch._C import _functorch
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from retrograde.errors import CellError
+from retrograde.machine import MEASURING, unpacked
+from retrograde.replay.captured import distinct, foreign_tensors
+from retrograde.replay.fingerprints import fingerprints
+from retrograde.replay.generators import Source, sources
+from retrograde.replay.referents import TABLES, Referents, find_referents
+from retrograde.replay.surroundings import (
+    Ambient,
+    Left,
+    Slot,
+    changed_values,
+    muted_hooks,
+    muted_modules,
+    noted_values,
+    restore_values,
+    tensors_in,
+    version,
+)
+from retrograde.replay.switches import autocast_as_now
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Trial(Generic[T]):
+    """The result of a trial call, and the surroundings that it depends on."""
+
+    value: T
+    ambient: Ambient
+    mark: int  # autograd's sequence number when it began
+
+    @property
+    def found(self) -> Referents:
+        """The objects that the call refers to."""
+        return self.ambient.found
+
+
+def try_out(
+    call: Callable[[], T],
+    made_of: Sequence[Any],
+    device: torch.device,
+    results: Callable[[T], Sequence[Tensor]],
+    *,
+    reruns: bool = True,
+) -> Trial[T]:
+    """Run a call with autograd recording, and put back what it drew and changed, but for caches.
+
+    ``made_of`` are the objects in which to search for what the call depends on. ``reruns`` says
+    whether the call will be run again for the backward pass.
+
+    Raises:
+        CellError: the call keeps a state of its own, writes to a captured tensor, takes a gradient,
+            or computes something else when it runs again.
+    """
+    found = find_referents(made_of)
+    with MEASURING, unpacked(), _Watch(reruns), torch.enable_grad():
+        trial = _Trial(call, found, device, results)
+        try:
+            mark, value = trial.run()
+        except BaseException:
+            trial.rewind()
+            restore_values(changed_values(found, trial.before))
+            raise
+        return Trial(value, trial.ambient(), mark)
+
+
+class _Trial(Generic[T]):
+    """Calls of one step, each from the same random states and buffers."""
+
+    def __init__(
+        self,
+        call: Callable[[], T],
+        found: Referents,
+        device: torch.device,
+        results: Callable[[T], Sequence[Tensor]],
+    ) -> None:
+        self.call, self.found, self.device, self.results = call, found, device, results
+        self.sources = {source: source.copy() for source in sources(device, found.generators)}
+        self.drawn: dict[Source, Any] = {}  # and where each was after the call
+        self.written = _Rewritten(found)
+        self.before = noted_values(found)
+        self.changing: dict[
+            Slot, Any
+        ] = {}  # what every call changes, and its value before the last
+        self.matter = False  # whether the call depends on what it changes
+        self.left: list[Left] = []
+        self.left_bytes = 0
+
+    def run(self) -> tuple[int, T]:
+        """Call until it is known what every change is.
+
+        Return autograd's sequence number before the last call, and its result.
+        """
+        mark, value = self.once()
+        first = changed_values(self.found, self.before)
+        if not first:
+            return mark, value
+        shown = self.evidence(mark, value)
+        del value  # so that only one call's graph is held
+        noted = noted_values(self.found)
+        mark, value = self.once()
+        self.changing = changed_values(self.found, noted)
+        self.note_left()
+        if self.evidence(mark, value) == shown:
+            return mark, value
+        del value
+        restore_values(first)
+        mark, value = self.once()
+        if self.evidence(mark, value) != shown:
+            raise CellError(_OTHERWISE)
+        self.changing, self.matter = first, True
+        for slot, then in first.items():
+            if (what := _registered(self.found, slot)) is not None:
+                raise CellError(_REPLACES.format(what, slot.called))
+            if tensors_in((then, slot.read())):
+                raise CellError(_KEEPS.format(slot.called))
+        return mark, value
+
+    def once(self) -> tuple[int, T]:
+        """Call from the states at the beginning. Return autograd's sequence number, and the result.
+
+        Autocast's weight cache is off: casts of an earlier call would look like tensors from
+        outside.
+        """
+        self.rewind()
+        try:
+            with autocast_as_now(self.device):
+                found = torch._C._autograd._get_sequence_nr(), self.call()
+        finally:
+            for source, then in self.sources.items():
+                if (now := source.position()) != then.position():
+                    self.drawn[source] = now
+        self.written.put_back(refuse=True)
+        return found
+
+    def rewind(self) -> None:
+        """Put back random states and buffers."""
+        for source in self.drawn:
+            source.restore(self.sources[source].capture())
+        self.written.put_back()
+
+    def note_left(self) -> None:
+        """Note where the last call left tensors, and their bytes."""
+        counted: dict[int, int] = {}
+        for slot in self.changing:
+            tensors = [] if _registered(self.found, slot) else tensors_in(slot.read())
+            if any(t.grad_fn is not None for t in tensors):
+                self.left.append(Left(slot.holder, slot.key, slot.called))
+            else:
+                counted.update({t.untyped_storage().data_ptr(): t.nbytes for t in tensors})
+        self.left_bytes = sum(counted.values())
+
+    def evidence(self, mark: int, value: T) -> Sequence[Any]:
+        """Return fingerprints of a call's results, and of its gradients for some gradients of the
+        results. The gradients tell what the results do not show, such as a scale of zeros."""
+        results = self.results(value)
+        roots = [t for t in results if t.requires_grad]
+        leaves = [t for t in foreign_tensors(roots, mark)[0] if t.numel()]  # no anchor of a chain
+        seeds = [torch.arange(t.numel(), device=t.device).cos().to(t.dtype) for t in roots]
+        given = [seed.view(t.shape) for seed, t in zip(seeds, roots, strict=True)]
+        with MEASURING, muted_hooks(leaves), muted_modules(self.found.parts()):
+            grads = torch.autograd.grad(roots, leaves, given, allow_unused=True) if leaves else ()
+        kept = [None if g is None else g.to_dense() for g in grads]
+        names = [t.requires_grad for t in results], [g is None for g in kept], len(leaves)
+        return *names, fingerprints(results), fingerprints(g for g in kept if g is not None)
+
+    def ambient(self) -> Ambient:
+        """Return the surroundings, after putting back what every call changes."""
+        self.rewind()
+        restore_values(self.changing)
+        slots = (*self.changing,)
+        return Ambient(
+            self.device,
+            sources=(*self.drawn,),
+            buffers=self.written.changed(),
+            moving=slots if self.matter else (),
+            changing=slots,
+            left=(*self.left,),
+            left_bytes=self.left_bytes,
+            found=self.found,
+        )
+
+
+def _registered(found: Referents, slot: Slot) -> str | None:
+    """Return torch's word for what a slot holds, if it is in a table of a module."""
+    tables = ((getattr(m, t), what) for m in found.parts() for t, what in TABLES.items())
+    return next((what for table, what in tables if table is slot.holder), None)
+
+
+def assigned_values(
+    call: Callable[[], object], found: Referents, own: Referents, device: torch.device
+) -> list[tuple[Slot, Any, Any]]:
+    """Find where a call assigns other tensors, or counts, in what ``own`` refers to, and restore
+    everything. The results are slots, with their values before and after."""
+    trial, before = _Trial(call, found, device, lambda _: ()), noted_values(own)
+    try:
+        with MEASURING, unpacked(), torch.enable_grad():
+            trial.once()
+        slots = [(slot, then, slot.read()) for slot, then in changed_values(own, before).items()]
+    finally:
+        trial.rewind()
+        restore_values(changed_values(found, trial.before))
+    return [one for one in slots if tensors_in(one[2]) or _counts(*one[1:])]
+
+
+def _counts(then: Any, now: Any) -> bool:
+    return type(then) is type(now) and type(now) in (int, float)
+
+
+class _Watch(TorchFunctionMode):
+    """Refuses a call that takes a gradient, or checkpoints by itself, if there are ``reruns``."""
+
+    def __init__(self, reruns: bool) -> None:
+        super().__init__()
+        self.depth, self.outside = MEASURING.depth, not reruns or in_checkpoint()
+        self.reruns, self.hooks = reruns, _hooks()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        ours = MEASURING.depth > self.depth  # a measurement within the trial
+        wrapped = ours or _functorch.peek_interpreter_stack() is not None
+        if func in _GRADIENTS and self.reruns and not wrapped:
+            raise CellError(_DIFFERENTIATES.format(_GRADIENTS[func]))
+        # A checkpoint works by hooks, or without gradients; to look for one takes some µs.
+        unusual = _hooks() != self.hooks or not torch.is_grad_enabled()
+        if unusual and not self.outside and in_checkpoint():
+            raise CellError(_CHECKPOINTS)
+        return func(*args, **(kwargs or {}))
+
+
+_GRADIENTS = {
+    torch.autograd.grad: "torch.autograd.grad",
+    torch.autograd.backward: "torch.autograd.backward",
+    Tensor.backward: "Tensor.backward",
+}
+
+
+def _hooks() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def in_checkpoint() -> bool:
+    """Return whether ``torch.utils.checkpoint`` runs the caller of this function."""
+    file = getattr(sys.modules.get("torch.utils.checkpoint"), "__file__", None)
+    return file is not None and any(frame.f_code.co_filename == file for frame in _frames())
+
+
+def _frames() -> Iterator[FrameType]:
+    """Iterate over what is being run, from the caller outward."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+class _Rewritten:
+    """The tensors that a call may write to, and their values before it."""
+
+    def __init__(self, found: Referents) -> None:
+        self.owners = [_Owner([*m.buffers(recurse=False)], m.training) for m in found.parts()]
+        self.owners += [_Owner([t]) for t in found.tensors if not t.requires_grad]
+
+    def put_back(self, *, refuse: bool = False) -> None:
+        """Restore the values; or refuse a call that wrote to a tensor that it captured."""
+        for owner in self.owners:
+            owner.put_back()
+            if refuse and owner.changed and (owner.mode is None or not owner.whole):
+                raise CellError(_WRITES.format(tuple(owner.tensors[0].shape)))
+
+    def changed(self) -> tuple[Tensor, ...]:
+        """Return the tensors that the call writes to."""
+        written = (t for owner in self.owners if owner.changed for t in owner.tensors)
+        return tuple(distinct(written))
+
+
+class _Owner:
+    """Tensors of one owner, and their values before a call: a module's buffers in some ``mode``, or
+    a captured tensor, whose mode is None.
+
+    Of a captured tensor at most the first few numbers are noted, which are compared but not put
+    back. A large buffer that was seen not to be written to is not noted again.
+    """
+
+    def __init__(self, tensors: list[Tensor], mode: bool | None = None) -> None:
+        self.tensors, self.mode, self.changed = tensors, mode, False
+        self.versions = [*map(version, tensors)]
+        self.large = [t for t in tensors if t.nbytes > _LARGE and t.dim() > 1]
+        known = [_UNWRITTEN.get(t) == (mode, version(t)) for t in self.large]
+        self.whole = all(known) if mode is None else not self.large or not all(known)
+        self.noted = [t for t in tensors if t.layout is torch.strided]  # sparse ones count versions
+        if mode is None:
+            self.whole = tensors[0].numel() <= _FEW
+            if not self.whole:  # batch normalization writes to vectors, and counts no version
+                self.noted = [t[:_FEW] for t in self.noted if t.dim() == 1]
+        elif not self.whole:
+            self.noted = [t for t in self.noted if not any(t is one for one in self.large)]
+        self.values = [t.detach().clone() for t in self.noted]
+
+    def put_back(self) -> None:
+        """Restore the values, if any differs."""
+        # A kernel may write without counting a version, and a write may leave the same value.
+        written = self.versions != [*map(version, self.tensors)]
+        if written or not all(map(_same, self.noted, self.values)):
+            self.changed = True
+            if self.whole:
+                device = torch.device("cpu")
+                Ambient(device, buffers=tuple(self.noted)).restore(tuple(self.values))
+        elif self.mode is not None:
+            _UNWRITTEN.update((t, (self.mode, version(t))) for t in self.large)
+
+
+def _same(t: Tensor, then: Tensor) -> bool:
+    comparable = t.shape == then.shape and not t.is_quantized
+    return torch.equal(t, then) or (comparable and torch.allclose(t, then, 0, 0, equal_nan=True))
+
+
+_FEW = 16
+_LARGE = 65536  # bytes
+_UNWRITTEN: Any = (
+    WeakTensorKeyDictionary()
+)  # large buffers, and in which mode no call wrote to them
+_OTHERWISE = (
+    "the cell computes something else when it is run again with the same arguments: expected the "
+    "same bits; make what it depends on part of the inputs, of the state or of a buffer, or use "
+    "memory=None"
+)
+_KEEPS = (
+    "the cell keeps a state of its own in {}, which a step writes and a later one reads: expected "
+    "the state to hold all that steps hand on; make it part of the state, or name its module in "
+    "stateful="
+)
+_REPLACES = (
+    "the cell replaced a {} of its module, {}: expected it to change it in place "
+    "(self.count.copy_(...), not self.count = ...), so that a rerun can put it back"
+)
+_WRITES = (
+    "the cell writes in place to a tensor of shape {} that it captured: expected it to stay "
+    "unchanged; register it as a buffer of a module, or make it part of the state"
+)
+_DIFFERENTIATES = (
+    "the cell calls {}, which needs a graph, but within a budget a step first runs without one: "
+    "expected a step without gradients inside; take them by torch.func.grad, or use memory=None"
+)
+_CHECKPOINTS = (
+    "the cell runs torch.utils.checkpoint, but within a budget it is recomputed anyway: expected "
+    "it without; turn its checkpointing off, or use memory=None"
+)
