@@ -20,7 +20,7 @@ from retrograde.errors import BudgetError, CellError
 from retrograde.machine import now
 from retrograde.models.arguments import Arguments
 from retrograde.models.given import Given, tensors_in
-from retrograde.models.refill import DROPPED, DROPPED_LEAN, KEPT, LEAN, Reruns, Row, Unit
+from retrograde.models.refill import DROPPED, DROPPED_LEAN, KEPT, LEAN, Row, Unit
 from retrograde.models.trials import Leave, make_of, parts_of, tensors_of, texts_of
 from retrograde.plan.calls import (
     CallSizes,
@@ -65,7 +65,11 @@ class _Phases:
         ours = {id(t): n for n, t in enumerate(state)}
         self.places = [ours.get(id(leaf)) for leaf in leaves]
         self.leaves = [None if id(leaf) in ours else leaf for leaf in leaves]
-        self.reruns, self.way, self.begun = Reruns(counts=False), KEPT, unit.ambient.capture()
+        self.reruns, self.way, self.begun = (
+            replace(unit.reruns, counts=False),
+            KEPT,
+            unit.ambient.capture(),
+        )
         self.shown: dict[int, Any] = {}  # by way: fingerprints of result and gradients
         self.state: list[Tensor] = []
         self.result: Any = None
@@ -160,10 +164,11 @@ class _Phases:
         ways = [shown for way, shown in self.shown.items() if way != _TURNED]
         if any(shown != ways[0] for shown in ways):
             raise CellError(
-                f"layer {self.unit.name} computes another gradient when it runs again with the same "
-                "arguments: expected the same bits; let it depend on its arguments, parameters "
-                "and buffers only, or use memory=None"
+                f"layer {self.unit.name} computes another gradient when it runs again with the "
+                "same arguments: expected the same bits; let it depend on its arguments, "
+                "parameters and buffers only, or use memory=None"
             )
+        self.unit.reruns.ends_early = self.reruns.ends_early
 
     def clear(self) -> None:
         self.result, self.state, self.root, self.edges, self.for_caller = None, [], [], [], []

@@ -25,12 +25,12 @@ from torch.utils import _pytree as pytree
 from retrograde.errors import CellError, RetrogradeError
 from retrograde.models import recipes
 from retrograde.models.arguments import Arguments
+from retrograde.models.checks import Compared, Noted, Reruns
 from retrograde.models.draws import Draws
 from retrograde.models.given import Given, tensors_in
 from retrograde.models.lean import lean as lean_pass
 from retrograde.models.tape import LeanTape
 from retrograde.plan.calls import Part
-from retrograde.replay.fingerprints import Fingerprint, fingerprint, verify
 from retrograde.replay.surroundings import (
     Ambient,
     changed_values,
@@ -48,7 +48,6 @@ State = Sequence[Tensor | None]  # what a call made that the next one is given
 #: and it is lean, cheap values are let go.
 KEPT, LEAN, DROPPED, DROPPED_LEAN = range(4)
 _numbers = count()
-_EVERY = 8  # saved tensors: one of them is compared in each pass
 _MANY = 2**16  # numbers of masks that take longer to draw than to look at each function
 _BEYOND = (
     "create_graph=True: what the gradient's own graph saves is held as in ordinary "
@@ -76,7 +75,7 @@ class Unit:
     reads: Sequence[Tensor]
     drawn: int = 0
     shares_casts: bool = False
-    reruns: "Reruns" = field(default_factory=lambda: Reruns())
+    reruns: Reruns = field(default_factory=Reruns)
 
     @property
     def draws_fast(self) -> bool:
@@ -86,25 +85,6 @@ class Unit:
     def drawing(self) -> Any:
         """Return the context of its calls, in which masks are drawn fast."""
         return Draws() if self.draws_fast else nullcontext()
-
-
-@dataclass
-class Reruns:
-    """What is known of the reruns of a unit.
-
-    Attributes:
-        passes: how many calls there were. The first is checked whole, the others in part.
-        counts: whether calls are counted; measured ones are not.
-        ends_early: whether a rerun that ends at the last wanted tensor leaves nothing undone.
-        saved: how many tensors a call saves.
-        is_final: whether a kernel has written the last of them before it is saved.
-    """
-
-    passes: int = 0
-    counts: bool = True
-    ends_early: bool | None = None
-    saved: int = 0
-    is_final: bool = False
 
 
 class Saved:
@@ -149,14 +129,11 @@ class Dropped:
         self.given = Arguments(given.leaves, given.spec)
         self.saved: list[ref[Saved]] = []
         self.forms: list[tuple[torch.Size, torch.dtype]] = []
-        self.prints: list[tuple[Fingerprint, Fingerprint]] = []
+        self.noted = Noted(unit.reruns)
         self.versions = [version(t) for t in unit.reads]
         self.state: State = []  # the result of the call before it, while the row has it
         self.before: Dropped | None = None  # the call before it, which must live as long
         self.marks, self.then = unit.ambient.marks(), unit.ambient.capture()
-        self.turn = unit.reruns.passes
-        self._last: Tensor | None = None  # saved last, and not yet noted
-        unit.reruns.passes += unit.reruns.counts
 
     def run(self, forward: Callable[..., Any], given: Given) -> Any:
         """Run the call, or a part of it, for the first time, in the caller's graph."""
@@ -164,11 +141,7 @@ class Dropped:
         hooks = saved_tensors_hooks(partial(self._drop, ours), recipes.unpack)  # type: ignore[arg-type]
         with hooks, self.unit.drawing():
             result = forward(*given.args, **given.kwargs)
-        self._settle(None)
-        reruns = self.unit.reruns
-        if self.turn == 0 or len(self.saved) != reruns.saved:
-            reruns.saved = len(self.saved)
-            reruns.is_final = bool(self.prints) and bool(self.prints[-1][0] == self.prints[-1][1])
+        self.noted.settle()
         if any(one.is_overwritten() for one in self.given.each):
             raise CellError(
                 f"layer {self.unit.name} writes in place to what it is given, which is used again: "
@@ -177,27 +150,13 @@ class Dropped:
         return result
 
     def _drop(self, ours: set[int], t: Tensor) -> Any:
-        if _is_free(t, ours):
+        if is_free(t, ours):
             return recipes.Versioned(t, t._version)
         saved = Saved(self)
         self.saved.append(ref(saved))
         self.forms.append((t.shape, t.dtype))
-        self._settle(t.detach())
+        self.noted.add(t)
         return saved
-
-    def _settle(self, last: Tensor | None) -> None:
-        """Note the fingerprint of the tensor that was saved before, once its kernel has written it.
-        Note that of the ``last`` one as it is now, if a rerun may end there."""
-        if self._last is not None:
-            now, _ = self.prints[-1]
-            known = now is not None and self.turn > 0 and self.unit.reruns.is_final
-            self.prints[-1] = now, now if known else fingerprint(self._last)
-        self._last = None
-        if last is not None:
-            number, saved = len(self.prints), self.unit.reruns.saved
-            ends = self.turn == 0 or number + 1 == saved
-            self.prints.append((fingerprint(last) if ends else None, None))
-            self._last = last if ends or (number + self.turn) % _EVERY == 0 else None
 
     def hide(self, made: Sequence[Tensor | None]) -> None:
         """Let go the tensors that the call before made, which the row can compute."""
@@ -252,7 +211,7 @@ class Dropped:
         task, reruns = torch._C._current_graph_task_id(), self.unit.reruns
         args, kwargs, ours = self._arguments(state)
         tape = LeanTape(True, task) if lean else None
-        refill = _Refill(self, ours, tape, ends=not whole and reruns.ends_early is not False)
+        refill = _Refill(self, ours, tape, ends=not whole and reruns.may_end)
         first = reruns.ends_early is None and refill.ends
         noted = noted_values(self.unit.ambient.found) if first else []
         result = None
@@ -293,17 +252,14 @@ class _Refill:
         self.call, self.ours, self.tape, self.ends = call, ours, tape, ends
         wanted = [number for number, saved in enumerate(call.saved) if saved() is not None]
         self.last = wanted[-1] if wanted else -1
-        self.number, self.ended = 0, False
+        self.compared, self.ended = Compared(call.noted, call._differs), False
         self.error: Exception | None = None
-        self.waiting: Tensor | None = None  # to be compared when its kernel has written it
 
     def pack(self, t: Tensor) -> Any:
         """Save a tensor, as a hook for saved tensors."""
-        if _is_free(t, self.ours):
+        if is_free(t, self.ours):
             return recipes.Versioned(t, t._version)
-        call, at = self.call, self.number
-        self._compare()
-        self.number += 1
+        call, at = self.call, self.compared.number
         if at >= len(call.forms) or call.forms[at] != (t.shape, t.dtype):
             raise self._end(call._differs())
         saved, value = call.saved[at](), None
@@ -311,30 +267,14 @@ class _Refill:
             tape = self.tape
             value = tape.pack(t) if tape is not None else recipes.Versioned(t.detach(), t._version)
             saved.value = value
-        if self._ends_at(at, t):
+        try:
+            is_right = self.compared.add(t)
+        except RetrogradeError as error:
+            raise self._end(error) from None
+        if is_right and self.ends and at >= self.last:
             self.ended = True
             raise self._end(None)
-        self.waiting = t.detach() if call.prints[at][1] is not None else None
         return value
-
-    def _ends_at(self, at: int, t: Tensor) -> bool:
-        """Return whether the run may end, as a tensor is the last wanted one and the right one."""
-        now, then = self.call.prints[at]
-        if not self.ends or at < self.last or now is None or then is None:
-            return False
-        if isinstance(now, Tensor):  # on a GPU, where nobody waits for a comparison
-            if self.call.unit.reruns.is_final:
-                verify(now, t, self.call._differs)
-            return self.call.unit.reruns.is_final
-        return bool(now == then == fingerprint(t))
-
-    def _compare(self) -> None:
-        if self.waiting is not None:
-            try:
-                verify(self.call.prints[self.number - 1][1], self.waiting, self.call._differs)
-            except RetrogradeError as error:
-                raise self._end(error) from None
-        self.waiting = None
 
     def _end(self, error: Exception | None) -> _EndedError:
         """Return what ends the run. An error of ours might be taken for an operator's own."""
@@ -343,9 +283,9 @@ class _Refill:
 
     def finish(self) -> None:
         """Compare what is left when the call has returned."""
-        self._compare()
-        if self.number != len(self.call.forms):
-            self.error = self.call._differs()
+        self.compared.settle()
+        if self.compared.number != len(self.call.forms):
+            raise self.call._differs()
 
 
 _filled: dict[int, list[ref[Dropped]]] = {}  # by backward pass: calls that ran again
@@ -362,7 +302,7 @@ def _empty(task: int, born: int = -1) -> None:
         _filled[task] = [ref(call) for call in calls if call.born <= born]
 
 
-def _is_free(t: Tensor, ours: set[int]) -> bool:
+def is_free(t: Tensor, ours: set[int]) -> bool:
     """Return whether somebody holds a saved tensor in any case: a parameter."""
     return t.requires_grad and t.is_leaf and id(t) not in ours
 

@@ -6,7 +6,7 @@ The call runs by itself, without the graph that its arguments came from, and lea
 import gc
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import ref
 
@@ -16,9 +16,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from retrograde.errors import CellError
 from retrograde.models.arguments import Arguments
+from retrograde.models.checks import Noted, Reruns
 from retrograde.models.draws import Draws
 from retrograde.models.given import Given, made_by, tensors_in
-from retrograde.models.refill import Unit
+from retrograde.models.refill import Unit, is_free
 from retrograde.replay.referents import MODULE_TABLES, Referents
 from retrograde.replay.surroundings import Ambient, version
 from retrograde.replay.trial import try_out
@@ -54,17 +55,23 @@ def try_call(
     tensors = tensors_in(given.leaves)
     versions = [version(t) for t in tensors]
     saved: list[ref[Tensor]] = []
-    drawn = 0
+    drawn, reruns, ours = 0, Reruns(counts=False), set[int]()
+    noted = Noted(reruns)
 
     def pack(t: Tensor) -> Tensor:
         saved.append(ref(held := t.detach()))
+        if not is_free(t, ours):
+            noted.add(t)
         return held
 
     def call() -> Any:
-        nonlocal drawn
-        args, kwargs, _ = Arguments(given.leaves, given.spec).enter(given.leaves)
+        nonlocal drawn, noted
+        noted = Noted(reruns)
+        args, kwargs, entered = Arguments(given.leaves, given.spec).enter(given.leaves)
+        ours.update(map(id, entered))
         with saved_tensors_hooks(pack, lambda t: t), Draws() as draws:
             result = forward(*args, **kwargs)
+        noted.settle()
         drawn = max(drawn, draws.drawn)  # a trial that is watched draws as torch does
         return result
 
@@ -77,7 +84,7 @@ def try_call(
     reads = _reads_of(trial.found, trial.ambient)
     shares = torch.is_autocast_enabled(device.type) and _shares_casts(outputs)
     tried = Tried(
-        Unit(name, forward, trial.ambient, reads, drawn, shares_casts=shares),
+        Unit(name, forward, trial.ambient, reads, drawn, shares, replace(reruns, counts=True)),
         wants=tuple(t.requires_grad for t in outputs),
         is_apart=any(t is not None and t.untyped_storage().nbytes() for t in made),
         writes=versions != [version(t) for t in tensors],

@@ -1,0 +1,120 @@
+"""Checks of what a call saves: noted when it first runs, compared when it runs again (rule 11).
+
+The first call is checked whole. Later ones check their last tensor, and one of eight others, each
+time others. A kernel may write a tensor after it was saved, such as the noise of ``RReLU`` or a
+running mean. Such a tensor is looked at when the next node of the graph is made.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from retrograde.replay.fingerprints import Fingerprint, fingerprint, verify
+
+_EVERY = 8
+_newest_node = torch._C._autograd._get_sequence_nr  # its number, and one more
+
+
+@dataclass
+class Reruns:
+    """What is known of a unit's calls and their reruns.
+
+    Attributes:
+        calls: how many there were; measured ones are not counted.
+        counts: whether calls are counted.
+        ends_early: whether a rerun that ends at the last wanted tensor leaves nothing undone.
+        saved: how many tensors a call saves.
+        final: by number, whether a tensor is written before it is saved.
+        last: the numbers of those that the last node saves.
+    """
+
+    calls: int = 0
+    counts: bool = True
+    ends_early: bool | None = None
+    saved: int = 0
+    final: dict[int, bool] = field(default_factory=dict)
+    last: list[int] = field(default_factory=list)
+
+    @property
+    def may_end(self) -> bool:
+        """Whether nothing is left to be written when the last tensor is saved."""
+        return self.ends_early is not False and all(self.final.get(k) for k in self.last)
+
+
+class _Watched:
+    """Tensors in the order in which they are saved. Those of the newest node may be unwritten."""
+
+    def __init__(self) -> None:
+        self.number, self._node = 0, -1
+        self._unwritten: list[tuple[int, Tensor]] = []
+
+    def _begin(self) -> int:
+        """Return the number of the next tensor, after looking at those of earlier nodes."""
+        if (node := _newest_node()) != self._node:
+            self.settle()
+            self._node = node
+        self.number += 1
+        return self.number - 1
+
+    def settle(self) -> None:
+        """Look at the tensors that were unwritten when they were saved."""
+        waiting, self._unwritten = self._unwritten, []
+        for number, t in waiting:
+            self._look(number, t)
+
+    def _look(self, number: int, t: Tensor) -> None:
+        raise NotImplementedError
+
+
+class Noted(_Watched):
+    """The fingerprints of what a call saves, by number; None where nothing is compared."""
+
+    def __init__(self, reruns: Reruns) -> None:
+        super().__init__()
+        self.reruns, self.turn = reruns, reruns.calls
+        reruns.calls += reruns.counts
+        self.prints: list[Fingerprint] = []
+        self._group: list[int] = []  # saved by the newest node
+
+    def add(self, t: Tensor) -> None:
+        """Note a tensor that is saved."""
+        number = self._begin()
+        self._group.append(number)
+        rare = self.turn and number + 1 != self.reruns.saved and (number + self.turn) % _EVERY
+        self.prints.append(None if rare else fingerprint(t))
+        if not rare and not self.reruns.final.get(number):
+            self._unwritten.append((number, t.detach()))
+
+    def settle(self) -> None:
+        super().settle()
+        self._group, group = [], self._group
+        if self.turn == 0 and group:
+            self.reruns.last, self.reruns.saved = group, self.number
+
+    def _look(self, number: int, t: Tensor) -> None:
+        before, self.prints[number] = self.prints[number], fingerprint(t)
+        self.reruns.final.setdefault(number, bool(before == self.prints[number]))
+
+
+class Compared(_Watched):
+    """What a rerun saves, compared with what was noted. ``differs`` makes the error."""
+
+    def __init__(self, noted: Noted, differs: Callable[[], Exception]) -> None:
+        super().__init__()
+        self.noted, self.differs = noted, differs
+
+    def add(self, t: Tensor) -> bool:
+        """Compare a tensor that is saved. Return whether it is known to be the right one."""
+        number = self._begin()
+        if self.noted.prints[number] is None:
+            return False
+        if not self.noted.reruns.final.get(number):
+            self._unwritten.append((number, t.detach()))
+            return False
+        self._look(number, t)
+        return True
+
+    def _look(self, number: int, t: Tensor) -> None:
+        verify(self.noted.prints[number], t, self.differs)
