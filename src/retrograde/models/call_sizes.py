@@ -65,11 +65,8 @@ class _Phases:
         ours = {id(t): n for n, t in enumerate(state)}
         self.places = [ours.get(id(leaf)) for leaf in leaves]
         self.leaves = [None if id(leaf) in ours else leaf for leaf in leaves]
-        self.reruns, self.way, self.begun = (
-            replace(unit.reruns, counts=False),
-            KEPT,
-            unit.ambient.capture(),
-        )
+        self.reruns, self.begun = replace(unit.reruns, counts=False), unit.ambient.capture()
+        self.way = KEPT
         self.shown: dict[int, Any] = {}  # by way: fingerprints of result and gradients
         self.state: list[Tensor] = []
         self.result: Any = None

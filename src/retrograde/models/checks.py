@@ -1,7 +1,7 @@
 """Checks of what a call saves: noted when it first runs, compared when it runs again (rule 11).
 
-The first call is checked whole. Later ones check their last tensor, and one of eight others, each
-time others. A kernel may write a tensor after it was saved, such as the noise of ``RReLU`` or a
+The first call is checked whole. Later ones check what their last node saves, and one of eight other
+tensors, each time others. A view of a weight is known by the weight's version. A kernel may write a tensor after it was saved, such as the noise of ``RReLU`` or a
 running mean. Such a tensor is looked at when the next node of the graph is made.
 """
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from retrograde.replay.fingerprints import Fingerprint, fingerprint, verify
 
 _EVERY = 8
+_WEIGHT = "a view of a weight"
 _newest_node = torch._C._autograd._get_sequence_nr  # its number, and one more
 
 
@@ -25,7 +26,6 @@ class Reruns:
         calls: how many there were; measured ones are not counted.
         counts: whether calls are counted.
         ends_early: whether a rerun that ends at the last wanted tensor leaves nothing undone.
-        saved: how many tensors a call saves.
         final: by number, whether a tensor is written before it is saved.
         last: the numbers of those that the last node saves.
     """
@@ -33,14 +33,13 @@ class Reruns:
     calls: int = 0
     counts: bool = True
     ends_early: bool | None = None
-    saved: int = 0
     final: dict[int, bool] = field(default_factory=dict)
     last: list[int] = field(default_factory=list)
 
     @property
     def may_end(self) -> bool:
         """Whether nothing is left to be written when the last tensor is saved."""
-        return self.ends_early is not False and all(self.final.get(k) for k in self.last)
+        return self.ends_early is not False and all(self.final.get(k, True) for k in self.last)
 
 
 class _Watched:
@@ -82,16 +81,17 @@ class Noted(_Watched):
         """Note a tensor that is saved."""
         number = self._begin()
         self._group.append(number)
-        rare = self.turn and number + 1 != self.reruns.saved and (number + self.turn) % _EVERY
-        self.prints.append(None if rare else fingerprint(t))
-        if not rare and not self.reruns.final.get(number):
+        rare = self.turn and number not in self.reruns.last and (number + self.turn) % _EVERY
+        weight = t._base is not None and t._base.is_leaf and t._base.requires_grad
+        self.prints.append(_WEIGHT if weight else None if rare else fingerprint(t))
+        if not weight and not rare and not self.reruns.final.get(number):
             self._unwritten.append((number, t.detach()))
 
     def settle(self) -> None:
         super().settle()
         self._group, group = [], self._group
         if self.turn == 0 and group:
-            self.reruns.last, self.reruns.saved = group, self.number
+            self.reruns.last = group
 
     def _look(self, number: int, t: Tensor) -> None:
         before, self.prints[number] = self.prints[number], fingerprint(t)
@@ -108,8 +108,8 @@ class Compared(_Watched):
     def add(self, t: Tensor) -> bool:
         """Compare a tensor that is saved. Return whether it is known to be the right one."""
         number = self._begin()
-        if self.noted.prints[number] is None:
-            return False
+        if self.noted.prints[number] in (None, _WEIGHT):
+            return self.noted.prints[number] is not None
         if not self.noted.reruns.final.get(number):
             self._unwritten.append((number, t.detach()))
             return False
