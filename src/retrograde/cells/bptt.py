@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from retrograde.cells.cell import Cell, StepCore, later_state
 from retrograde.cells.loss import Loss, RangeLoss, StepLoss, examine_loss
+from retrograde.cells.rehearsal import rehearse
 from retrograde.errors import CellError, RetrogradeError
 from retrograde.plan import plan
 from retrograde.plan.fit import Fit
@@ -266,6 +267,7 @@ def _fitted(task: _Task, inputs: Any, memory: Memory) -> tuple[Core, Schedule]:
         return later_state(first, task.probed, task.state)
 
     def step() -> Hashable:
+        rehearse(first, task.probed, task.state)
         return step_bytes(first, task.probed, later())
 
     def find() -> tuple[int, Fit]:

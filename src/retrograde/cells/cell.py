@@ -20,12 +20,13 @@ from retrograde.replay.surroundings import Ambient, version
 from retrograde.replay.trees import Structure, Tensors, flatten, flatten_state
 from retrograde.replay.trial import try_out
 from retrograde.run.autograd_core import AutogradCore, Settled
-from retrograde.run.core import as_leaf
 from retrograde.run.layout import Inputs
-from retrograde.run.states import Like, device_of, like_of
+from retrograde.run.prints import Prints
+from retrograde.run.states import Like, device_of, each_once, entry, like_of, with_attributes
 
 Cell = Callable[[Any, Any], tuple[Any, Any]]
 _AFTER = "state that the cell returned"
+_MOST_SETTLING = 8  # steps
 
 Result = tuple[Tensors, Tensors, Structure, Structure]  # outputs, state, and their structures
 
@@ -78,7 +79,14 @@ class StepCore(AutogradCore):
     def watched(self) -> bool:
         return not (self.fused or self.settled.walked)
 
+    def prints(self, length: int) -> Prints | None:
+        if self.fused:
+            return None
+        on_gpu = self.ambient.device.type == "cuda"
+        return Prints(length, self.settled.passes, on_gpu, self.per_call)
+
     def complete(self) -> None:
+        self.settled.passes += 1
         used = {id(t) for t in self.parameters}
         unused = any(t.requires_grad and id(t) not in used for t in self.found.tensors)
         self.settled.walked = not (self.ambient.moves or self.numbers or unused)
@@ -136,15 +144,14 @@ def examine(
     device = device_of(*state, *inputs)
     _check_trackable([*inputs, *state])
     x = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
-    s = [as_leaf(t) for t in state]
     made_of = [cell] if made_of is None else made_of
-    step = _Trying(cell, x, input_spec, s, state_spec)
+    step = _Trying(cell, x, input_spec, state, state_spec)
     trial = try_out(step, made_of, device, _tensors_of, reruns=reruns)
     core = _core_like(trial.value[0], cell, input_spec, state, state_spec, device)
     outputs, states, *_ = trial.value[0]
     core = replace(
         core,
-        outside=find_outside(trial.found, _tensors_of(trial.value), trial.mark, [*x, *s]),
+        outside=find_outside(trial.found, _tensors_of(trial.value), trial.mark, [*x, *step.leaves]),
         ambient=trial.ambient,
         aliases=tuple(next((j for j, t in enumerate(states) if t is y), None) for y in outputs),
         found=trial.found,
@@ -169,15 +176,22 @@ def examine(
 def later_state(core: StepCore, inputs: Inputs, state: Tensors) -> Tensors:
     """Return a state of the form that later steps have, to measure them by.
 
-    If the state has one precision before a step and another after it, the larger one is taken (rule
-    7). If step 0 changes the structure of the state, that step is run.
+    Steps are run until no further part of the state requires a gradient. If the state has one
+    precision before a step and another after it, the larger one is taken (rule 7).
     """
-    if core.first_spec is None:
-        pairs = zip(state, core.state_like, strict=True)
-        return [s.to(torch.promote_types(s.dtype, dtype)) for s, (_, dtype, _) in pairs]
-    with core.ambient.measured():
-        (after,) = core.advance(inputs, 0, [1], state, None)
-    return after
+    first: Tensors = state
+    if not core.fused:
+        with core.ambient.measured():
+            for k in range(min(_MOST_SETTLING, len(inputs))):
+                (after,) = core.advance(inputs, k, [k + 1], state, None)
+                same = [t.requires_grad for t in after] == [t.requires_grad for t in state]
+                state = after
+                if same:
+                    break
+    if core.first_spec is not None:
+        return state
+    pairs = zip(state, first, core.state_like, strict=True)
+    return [s.to(torch.promote_types(was.dtype, like[1])) for s, was, like in pairs]
 
 
 def begin(
@@ -265,10 +279,14 @@ class _Trying:
     state_spec: Structure
     clones: bool = False
     copied: tuple[bool, ...] = ()
+    leaves: Tensors = field(default_factory=list)
 
     def __call__(self) -> list[Result]:
+        # What a step might write to is a clone: the caller's own tensors stay as they are.
+        pairs = each_once(lambda t: entry(t) if t.requires_grad else (_clone(t),) * 2, self.state)
+        self.leaves = [leaf for leaf, _ in pairs]
         try:
-            first, written = self._step(self.state, self.state_spec)
+            first, written = self._step([s for _, s in pairs], self.state_spec)
             results = [first]
             if _settles(first, self.state, self.state_spec):
                 _, states, _, spec = first
@@ -292,7 +310,8 @@ class _Trying:
 
     def _step(self, state: Tensors, spec: Structure) -> tuple[Result, tuple[bool, ...]]:
         """Return a step's results, and which parts of the state the step writes to."""
-        x, s = self.inputs, [t.clone() for t in state] if self.clones else state
+        x = [t[...] if t.requires_grad else t for t in self.inputs]
+        s = [t.clone() for t in state] if self.clones else state
         versions = [version(t) for t in x], [version(t) for t in s]
         result = _call(self.cell, self.input_spec.unflatten(x), spec.unflatten(s))
         if versions[0] != [version(t) for t in x]:
@@ -306,6 +325,10 @@ _WRITES = (
     "the cell writes in place to its input, or to a parameter: expected it to leave them as they "
     "are, because they are used again; return new tensors instead (x = x + 1, not x += 1)"
 )
+
+
+def _clone(t: Tensor) -> Tensor:
+    return with_attributes(t.clone(), t)
 
 
 def _copied(state: Tensors, copied: Sequence[bool]) -> Tensors:

@@ -11,6 +11,7 @@ from torch import nn
 from retrograde.cells.cell import Cell, StepCore, as_pair, begin, examine, later_state
 from retrograde.cells.compiled_steps import BLOCK, compiled_steps
 from retrograde.cells.gated import GatedCell, GatedCore, fit_gated, runs_by_loops
+from retrograde.cells.rehearsal import rehearse
 from retrograde.cells.stateful import Stateful
 from retrograde.errors import BudgetError, CellError
 from retrograde.plan.fit import Fit
@@ -203,6 +204,7 @@ class CellCall:
         shapes = *ways, core.state_like, *tensors
 
         def step() -> Hashable:
+            rehearse(core, inputs, states)
             return step_bytes(core, inputs, later_state(core, inputs, states))
 
         def find() -> Fit:

@@ -66,7 +66,7 @@ def find_outside(found: Referents, results: Tensors, mark: int, own: Tensors) ->
             "attribute of its module; pass it as part of the inputs or of the state"
         )
     captured = [t for edge, t in known.items() if edge in older]
-    arguments = {id(t) for t in own}
+    arguments = {id(t) for t in own} - {id(t) for t in (*found.tensors, *owned)}
     direct = [t for t in leaves if id(t) not in arguments]
     nodes: list[Any] = [t.grad_fn for t in captured]
     edges = [edge for node in nodes for edge in node.next_functions if edge[0] is not None]

@@ -18,10 +18,12 @@ from retrograde.errors import CellError, RetrogradeError, ScheduleError
 from retrograde.replay.surroundings import muted_hooks, version
 from retrograde.replay.switches import autocast_as_now
 from retrograde.replay.trees import Tensors
+from retrograde.run.autograd_core import AutogradCore
 from retrograde.run.core import Core, Gradients, discard, window
 from retrograde.run.executor import Run
-from retrograde.run.layout import Inputs, Layout, Straight
+from retrograde.run.layout import Inputs, Layout, Straight, steps_of
 from retrograde.run.second_order import differentiable_gradients
+from retrograde.run.states import with_attributes
 from retrograde.run.transforms import NO_FORWARD_MODE, refuse_batches, uncompiled
 from retrograde.schedule import Schedule
 from retrograde.units import Memory
@@ -60,7 +62,7 @@ def run_schedule(
     outputs and the state after the last step.
     """
     layout = layout or Straight(schedule.length, core.fused)
-    run = Run(core, tuple(schedule), schedule.length)
+    run = Run(core, tuple(schedule), schedule.length, prints=core.prints(schedule.length))
     results = _Recurrence.apply(  # type: ignore[no-untyped-call]
         run, layout, budgeted, len(inputs), len(state), *inputs, *state, *core.parameters
     )
@@ -76,7 +78,12 @@ def run_without_gradient(
     if first is not None:
         outputs.emit(0, 1, first)
     start = 0 if first is None else 1
-    (state,) = core.advance(inputs, start, [len(inputs)], state, outputs.emit)
+    if isinstance(core, AutogradCore) and not core.fused:
+        for k, x in enumerate(steps_of(inputs, start, len(inputs)), start):
+            values, state = core(x, state)
+            outputs.emit(k, k + 1, values)
+    else:
+        (state,) = core.advance(inputs, start, [len(inputs)], state, outputs.emit)
     return outputs.tensors, state
 
 
@@ -86,10 +93,15 @@ class _Outputs:
     def __init__(self, core: Core, layout: Layout) -> None:
         self.core, self.layout = core, layout
         self.tensors: Tensors = []
+        self.wanted: list[bool] = []  # for each, whether some step's requires a gradient
 
     def emit(self, start: int, stop: int, values: Tensors) -> None:
         if not self.tensors:
             self.tensors = self.layout.allocate(values)
+            self.wanted = [not self.core.stepwise] * len(values)
+        if not all(self.wanted):
+            pairs = zip(self.wanted, values, strict=True)
+            self.wanted = [wanted or y.requires_grad for wanted, y in pairs]
         detached = [y.detach() for y in values]
         self.layout.put(self.tensors, window(self.core, start, stop), detached)
 
@@ -129,9 +141,13 @@ class _Recurrence(torch.autograd.Function):
         ctx.versions = versions[n_inputs + n_state :]
         ctx.n_held = len(held)
         ctx.save_for_backward(*held, *inputs, *state)
-        results = (*outputs.tensors, *(t.detach() for t in after))
+        n = len(outputs.tensors)  # of two directions' outputs one tensor is made
+        wanted = [any(outputs.wanted[k::n]) for k in range(n)] if outputs.wanted else [True] * n
+        wanted = [*wanted, *(t.requires_grad or not core.stepwise for t in after)]
+        results = (*outputs.tensors, *(with_attributes(t.detach(), t) for t in after))
+        pairs = zip(results, wanted, strict=True)
         ctx.mark_non_differentiable(
-            *(t for t in results if not (t.is_floating_point() or t.is_complex()))
+            *(t for t, is_wanted in pairs if not (is_wanted and _is_real(t)))
         )
         return results
 
@@ -148,7 +164,7 @@ class _Recurrence(torch.autograd.Function):
         rerun = run.core.ambient.rerun(ctx.marks)
         needs = ctx.needs_input_grad[_OTHERS:]
         if torch.is_grad_enabled():
-            with rerun, ctx.autocast, muted_hooks(parameters):
+            with rerun, ctx.autocast, muted_hooks([*parameters, *state]):
                 run.core.ambient.restore(ctx.before)
                 found = differentiable_gradients(
                     run.core, layout, inputs, [state[i] for i in ctx.same], grads,
@@ -172,7 +188,7 @@ class _Recurrence(torch.autograd.Function):
             read=read,
             outside=autocast_as_now(device) if casts else nullcontext(),
         )
-        with rerun, ctx.autocast, muted_hooks(parameters):
+        with rerun, ctx.autocast, muted_hooks([*parameters, *state]):
             try:
                 if not ctx.fresh:
                     run.core.ambient.restore(ctx.before)
@@ -189,6 +205,10 @@ class _Recurrence(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         raise RetrogradeError(NO_FORWARD_MODE)
+
+
+def _is_real(t: Tensor) -> bool:
+    return t.is_floating_point() or t.is_complex()
 
 
 def _returned(found: list[Tensor | None], needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:

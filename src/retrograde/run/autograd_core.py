@@ -12,7 +12,7 @@ and not in the range that produced it.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +25,9 @@ from retrograde.errors import CellError, RetrogradeError
 from retrograde.replay.captured import LeafWatch
 from retrograde.replay.trees import Tensors
 from retrograde.run.core import Core, Emit, Gate, Gradients, Tape, as_leaf, window
-from retrograde.run.layout import Inputs, Layout
-from retrograde.run.states import apart, each_once
+from retrograde.run.layout import Inputs, Layout, steps_of
+from retrograde.run.prints import Prints
+from retrograde.run.states import each_once, entry, renewed, renewed_apart
 from retrograde.schedule import Action, Backward, Load
 
 Gradient = Tensor | None
@@ -43,10 +44,12 @@ _NO_SECOND_ORDER = (
 class Settled:
     """What earlier calls of the same cell have shown.
 
-    ``walked`` says that in a whole call no step used a tensor that was not known before.
+    ``walked`` says that in a whole call no step used a tensor that was not known before. ``passes``
+    is the number of calls that were backpropagated.
     """
 
     walked: bool = False
+    passes: int = 0
 
 
 @dataclass
@@ -54,6 +57,7 @@ class Graph(Tape):
     """A tape that is an autograd graph, of one call or, for a cell, of several steps."""
 
     state: Tensors  # the leaves that the range begins with
+    entries: list[GradientEdge | None]  # where the first step reads them
     output_edges: list[GradientEdge | None]  # one edge for the outputs of several steps
     state_edges: list[GradientEdge | None]
 
@@ -67,6 +71,10 @@ class AutogradCore(Core):
     aliases: tuple[int | None, ...]
     made = 0  # leaves that step 0 makes itself
     per_call = 1  # steps of a call, if it is not fused
+
+    @property
+    def stepwise(self) -> bool:  # type: ignore[override]
+        return not self.fused
 
     @property
     def watched(self) -> bool:
@@ -92,6 +100,12 @@ class AutogradCore(Core):
     def again(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
         """As a call, for steps that ran before, and were checked then."""
         return self(inputs, state)
+
+    def _run_for(
+        self, emit: Emit | None
+    ) -> "Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]":
+        """Return how to run steps: those that run again were checked when they first ran."""
+        return self.again if emit is None or isinstance(emit, Prints) else self
 
     @abstractmethod
     def carry(self, inputs: Tensors, state: Tensors) -> Tensors:
@@ -121,20 +135,34 @@ class AutogradCore(Core):
     ) -> list[Tensors]:
         found = []
         for stop in stops:
-            # A step runs by the kernels that run when it is recorded; its graph ends with it.
-            with torch.set_grad_enabled(not self.fused):
-                for a in [start] if self.fused else range(start, stop):
-                    b = stop if self.fused else a + 1
-                    index = window(self, a, b)
+            if self.fused:
+                with torch.no_grad():
                     if emit is None:
-                        after = self.carry(inputs[index], state)
+                        state = self.carry(inputs[start:stop], state)
                     else:
-                        outputs, after = self(inputs[index], state)
-                        emit(a, b, [y.detach() for y in outputs])
-                    state = each_once(Tensor.detach, after)
-            start, state = stop, each_once(lambda s: apart(s.detach()), state)
+                        outputs, state = self(inputs[start:stop], state)
+                        emit(start, stop, outputs)
+            else:
+                with torch.enable_grad():
+                    state = self._sweep(inputs, start, stop, state, emit)
+            start, state = stop, each_once(renewed_apart, state)
             found.append(state)
         return found
+
+    def _sweep(
+        self, inputs: Inputs, start: int, stop: int, state: Tensors, emit: Emit | None
+    ) -> Tensors:
+        """Run steps as when they are recorded; the graph of each ends with it."""
+        for k, x in enumerate(steps_of(inputs, start, stop), start):
+            if k > start:
+                state = each_once(renewed, state)
+            if emit is None:
+                state = self.carry(x, state)
+            else:
+                outputs, state = self(x, state)
+                emit(k, k + 1, outputs, state)
+                del outputs
+        return state
 
     def record(
         self, inputs: Inputs, start: int, stop: int, state: Tensors, emit: Emit | None
@@ -150,20 +178,24 @@ class AutogradCore(Core):
                     strict=True,
                 )
             ]
-            first = each_once(as_leaf, state)
-            watch = None
+            pairs = each_once(_as_fused if self.fused else entry, state)
+            first, given = [leaf for leaf, _ in pairs], [s for _, s in pairs]
+            del state, pairs
+            entries, watch = [_edge(s) for s in given], None
             if self.watched:
                 watch = LeafWatch([*x, *first, *self.targets], self.targets, mark)
             if joint:
-                outputs, after = _record_steps(self, x, first, start, last, emit, watch)
+                outputs, after = _record_steps(self, x, given, start, last, emit, watch)
             else:
-                outputs, after = (self.again if emit is None else self)(x, first)
+                leaves = x if self.fused else [t[...] if t.requires_grad else t for t in x]
+                outputs, after = self._run_for(emit)(leaves, given)
                 if emit is not None:
-                    emit(start, stop, outputs)
+                    emit(start, stop, outputs, after)
                 if watch is not None:
                     _check_known(self, start, watch.foreign([*outputs, *after]))
             output_edges, state_edges = [_edge(y) for y in outputs], [_edge(t) for t in after]
             del outputs, watch
+            after = each_once(Tensor.detach if self.fused else renewed, after)
         return Graph(
             start=start,
             stop=stop,
@@ -171,9 +203,10 @@ class AutogradCore(Core):
             wanted=[t.requires_grad for t in x],
             passes=[edge is not None for edge in state_edges],
             state=first,
+            entries=entries,
             output_edges=output_edges,
             state_edges=state_edges,
-            state_after=each_once(Tensor.detach, after),
+            state_after=after,
             ambient_after=self.ambient.capture(),
         )
 
@@ -187,12 +220,13 @@ class AutogradCore(Core):
         totals = zip(self.targets, begun, strict=True)
         seeded += ((_edge(t), total) for t, total in totals if total is not None)
         # Edges without a gradient are freed before any gradient is allocated.
-        tape.output_edges, tape.state_edges = [], []
+        tape.output_edges, tape.state_edges, tape.entries = [], [], []
         given = [(edge, g) for edge, g in seeded if edge is not None and g is not None]
         del seeded
         roots, seeds = [edge for edge, _ in given], [g for _, g in given]
 
-        state = {id(s): s for s in tape.state if s.requires_grad}
+        known = {id(t) for t in self.targets}
+        state = {id(s): s for s in tape.state if s.requires_grad and id(s) not in known}
         leaves = [*(t for t in tape.inputs if t.requires_grad), *state.values()]
         found: Sequence[Gradient] = [None] * (len(leaves) + len(self.targets))
         if roots:
@@ -232,11 +266,11 @@ def _record_steps(
 
     An output that is the state is left out at the last step, unless that is the last step of all.
     """
-    found, run = [], core.again if emit is None else core
+    found, run = [], core._run_for(emit)
     for k, x in enumerate(zip(*(t.unbind() for t in leaves), strict=True), start):
         outputs, state = run(list(x), state)
         if emit is not None:
-            emit(k, k + 1, outputs)
+            emit(k, k + 1, outputs, state)
         if watch is not None:
             _check_known(core, k, watch.foreign([*outputs, *state]))
         found.append(outputs)
@@ -276,7 +310,7 @@ def _seeded(
         parts = gradients.of_outputs(tape.start - 1)
         for alias, part in reversed([*zip(core.aliases, parts, strict=True)]):
             if alias is not None:
-                found.append((_edge(tape.state[alias]), part))
+                found.append((tape.entries[alias], part))
     parts = gradients.outputs if core.sums else gradients.of_outputs(index)
     outputs = [*zip(tape.output_edges, core.aliases, parts, strict=True)]
     for edge, alias, part in reversed(outputs):
@@ -319,6 +353,11 @@ def _accumulate(
             new.append(share)
     if old:
         torch._foreach_add_(old, new)
+
+
+def _as_fused(t: Tensor) -> tuple[Tensor, Tensor]:
+    leaf = as_leaf(t)
+    return leaf, leaf
 
 
 def _edge(t: Tensor) -> GradientEdge | None:

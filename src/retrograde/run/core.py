@@ -18,16 +18,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from retrograde.replay.surroundings import Ambient, Snapshot
 from retrograde.replay.trees import Tensors
 from retrograde.run.layout import Inputs, Layout
+from retrograde.run.prints import Prints
 from retrograde.schedule import Action
 
 Gradient = Tensor | None
-#: Takes the outputs of a call: ``emit(start, stop, outputs)``.
-Emit = Callable[[int, int, Tensors], None]
+#: Takes the outputs of a call: ``emit(start, stop, outputs)``; of a cell's step also its state.
+Emit = Callable[..., None]
 #: Lets tensors into a graph of all steps; see :mod:`retrograde.run.second_order`.
 Gate = Callable[[Tensors], Tensors]
 
 
-def discard(start: int, stop: int, outputs: Tensors) -> None:
+def discard(start: int, stop: int, outputs: Tensors, state: Tensors = ()) -> None:  # type: ignore[assignment]
     """The :data:`Emit` of a repeated forward pass, whose outputs the caller has already. The
     backward pass uses no ``Emit`` at all."""
 
@@ -54,6 +55,7 @@ class Core(ABC):
     fused = True
     sums = False
     strides = False
+    stepwise = False  # states require a gradient, and have a history, as in the plain loop
     ambient: Ambient  # the surroundings that a step depends on
 
     @property
@@ -94,6 +96,10 @@ class Core(ABC):
     @abstractmethod
     def backpropagate(self, tape: Any, gradients: "Gradients") -> None:
         """Backpropagate the steps of a tape, collect their gradients, and consume the tape."""
+
+    def prints(self, length: int) -> Prints | None:
+        """Return where to note what the steps of a pass compute, if they run a caller's code."""
+        return None
 
     def complete(self) -> None:  # noqa: B027
         """Note that every step was recorded and backpropagated."""

@@ -8,6 +8,7 @@ is differentiated.
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
@@ -18,7 +19,8 @@ from retrograde.replay.surroundings import Snapshot
 from retrograde.replay.trees import Tensors
 from retrograde.run.core import Core, Emit, Gradients, Tape
 from retrograde.run.layout import Inputs
-from retrograde.run.states import each_once
+from retrograde.run.prints import Prints
+from retrograde.run.states import each_once, renewed
 from retrograde.schedule import Action, Advance, Backward, Free, Load, Record, Schedule, Store
 
 
@@ -41,11 +43,15 @@ class Run:
     tapes: list[Tape] = field(default_factory=list)
     cuts: Sequence[int] | None = None
     states: int = 0
+    prints: Prints | None = None
 
     def forward(self, inputs: Inputs, state: Tensors, emit: Emit | None) -> Tensors:
         """Perform all actions before the first ``Backward``; return the state after all steps."""
         self.clear()
-        self.done, self.position, self.state = 0, 0, each_once(Tensor.detach, state)
+        self.done, self.position = 0, 0
+        self.state = [*state] if self.core.stepwise else each_once(Tensor.detach, state)
+        if self.prints is not None and emit is not None:
+            emit = partial(_noted, emit, self.prints)
         while not isinstance(self.actions[self.done], Backward):
             self._perform(inputs, emit)
         after, self.state = self.state, []
@@ -74,11 +80,16 @@ class Run:
             case Advance(start):
                 self._advance(inputs, start, emit)
             case Store(at):
-                self.stored[at] = self.state, self.core.ambient.capture()
+                with torch.enable_grad():
+                    state = each_once(renewed, self.state) if at == 0 else self.state
+                self.stored[at] = state, self.core.ambient.capture()
             case Record(start, stop):
                 for a, b in self._tapes(start, stop):
                     state, self.state = [*self.state], []
-                    tape = self.core.record(inputs, a, b, state, emit)
+                    if emit is None and self.prints is not None and self.prints.covers(a, b):
+                        tape = self.core.record(inputs, a, b, state, self.prints)
+                    else:
+                        tape = self.core.record(inputs, a, b, state, emit)
                     self.tapes.append(tape)
                     self.state, self.position = tape.state_after, b
             case Load(at):
@@ -119,3 +130,10 @@ class Run:
             return self.stored[at]
         tape = next(tape for tape in reversed(self.tapes) if tape.stop == at)
         return tape.state_after, tape.ambient_after
+
+
+def _noted(
+    emit: Emit, prints: Prints, start: int, stop: int, outputs: Tensors, state: Tensors
+) -> None:
+    emit(start, stop, outputs)
+    prints(start, stop, outputs, state)

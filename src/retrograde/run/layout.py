@@ -19,6 +19,8 @@ from torch import Tensor
 from retrograde.errors import CellError
 from retrograde.replay.trees import Tensors
 
+_ROWS = 64
+
 Gradient = Tensor | None
 Index = int | slice
 
@@ -354,6 +356,16 @@ class InBlocks(Layout):
 
     def take(self, totals: Sequence[Gradient], index: Index, shares: Sequence[Gradient]) -> None:
         self.steps.take(totals, self.span(index), shares)
+
+
+def steps_of(inputs: Inputs, start: int, stop: int) -> Iterator[Tensors]:
+    """Iterate over the leaves of steps. Rows of tensors in memory are cut out some at a time."""
+    if not (isinstance(inputs, InMemory) and isinstance(inputs.layout, Straight)):
+        yield from map(inputs.__getitem__, range(start, stop))
+        return
+    for first in range(start, stop, _ROWS):
+        rows = (t[first : min(first + _ROWS, stop)].unbind() for t in inputs.tensors)
+        yield from map(list, zip(*rows, strict=True))
 
 
 def check_length(leaves: Tensors) -> int:

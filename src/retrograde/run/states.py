@@ -15,6 +15,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from retrograde.errors import CellError
+
 T = TypeVar("T")
 S = TypeVar("S")
 Like = tuple[torch.Size, torch.dtype, torch.device]
@@ -25,11 +27,54 @@ _ALIGNMENT = 64
 
 def each_once(function: Callable[[T], S], values: Iterable[T]) -> list[S]:
     """Apply a function to every value; the same object gives the same result."""
-    found: dict[int, S] = {}
     values = list(values)
+    if len(values) == 1:
+        return [function(values[0])]
+    found: dict[int, S] = {}
     return [
         found[id(v)] if id(v) in found else found.setdefault(id(v), function(v)) for v in values
     ]
+
+
+def renewed(t: Tensor) -> Tensor:
+    """Return a state as the plain loop hands it on, but without the graph behind it.
+
+    It requires a gradient, has a history and has attributes where the plain loop's has. What has no
+    history is returned as it is.
+    """
+    if t.grad_fn is None:
+        return t
+    new = t.detach().requires_grad_()[...]
+    return with_attributes(new, t) if t.__dict__ else new
+
+
+def renewed_apart(t: Tensor) -> Tensor:
+    """Return a renewed state in its own memory, to be kept."""
+    new = apart(t.detach())
+    if t.requires_grad:
+        with torch.enable_grad():
+            new = new.requires_grad_()[...]
+    return with_attributes(new, t)
+
+
+def with_attributes(new: Tensor, old: Tensor) -> Tensor:
+    """Give a tensor the attributes of the one that it stands for."""
+    held = vars(old)
+    if any(isinstance(v, Tensor) and v.grad_fn is not None for v in held.values()):
+        raise CellError(
+            f"the cell's state has the attributes {', '.join(held)}, of which one is a tensor with "
+            "a history: expected all tensors that a step hands on as parts of the state"
+        )
+    vars(new).update(held)
+    return new
+
+
+def entry(t: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a leaf to differentiate a range by, and the state that the range begins with."""
+    if t.grad_fn is None:
+        return t, t
+    leaf = t.detach().requires_grad_()
+    return leaf, with_attributes(leaf[...], t)
 
 
 def apart(t: Tensor) -> Tensor:

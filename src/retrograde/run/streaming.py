@@ -25,6 +25,7 @@ from retrograde.run.core import Core, Gradients
 from retrograde.run.executor import Run
 from retrograde.run.layout import Straight
 from retrograde.run.sources import Stream
+from retrograde.run.states import with_attributes
 from retrograde.schedule import Schedule
 from retrograde.schedule.schedule import forward_ranges
 
@@ -67,9 +68,9 @@ def run_stream(
     total = torch.zeros((), dtype=torch.float64, device=device)
     mine = [*state, *core.parameters, *(t for t in stream.source.trained if t is not None)]
     versions, marks = [version(t) for t in mine], core.ambient.marks()
-    run = Run(core, schedule, len(stream))
-    with autocast_as_now(device), muted_hooks(core.parameters):
-        after = run.forward(inputs, state, lambda start, stop, values: _add(total, values))
+    run = Run(core, schedule, len(stream), prints=core.prints(len(stream)))
+    with autocast_as_now(device), muted_hooks([*core.parameters, *state]):
+        after = run.forward(inputs, state, lambda _, __, values, *___: _add(total, values))
         gradients.states = [None] * len(after)
         core.ambient.cut()
         with core.ambient.rerun(marks):
@@ -81,7 +82,7 @@ def run_stream(
             "expected them to stay as they are; return new tensors instead"
         )
     _hand_over(core, stream, state, gradients)
-    return total, after
+    return total, [with_attributes(t.detach(), t) for t in after]
 
 
 def _add(total: Tensor, values: Tensors) -> None:

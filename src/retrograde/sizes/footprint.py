@@ -82,7 +82,7 @@ def footprint(
     """
     length, device = len(inputs), core.ambient.device
     begins = state if first is None else first
-    with core.ambient.measured(), muted_hooks(core.parameters):
+    with core.ambient.measured(), muted_hooks([*core.parameters, *begins]):
         _measure_range(core, inputs, state, 1)  # a first call's permanent allocations do not count
         final = 0
         if ordinary is None:
@@ -320,7 +320,7 @@ def _rounded(t: Any) -> int:
 def noting(shapes: Shapes) -> Emit:
     """Return an emitter that keeps no output, only the shapes and dtypes."""
 
-    def emit(start: int, stop: int, values: Tensors) -> None:
+    def emit(start: int, stop: int, values: Tensors, state: Tensors = ()) -> None:
         shapes[:] = [(y.shape, y.dtype) for y in values]
 
     return emit

@@ -14,8 +14,8 @@ from torch import Tensor
 from retrograde.plan.fit import Curve, Highest
 from retrograde.replay.trees import Tensors
 from retrograde.run.autograd_core import AutogradCore, run_ordinary
-from retrograde.run.core import as_leaf
 from retrograde.run.layout import Inputs
+from retrograde.run.states import each_once, entry
 from retrograde.sizes.allocations import measure_phases
 from retrograde.units import Memory, as_bytes
 
@@ -93,7 +93,7 @@ def outputs_tell(core: AutogradCore, inputs: Inputs, state: Tensors) -> bool:
     if core.fused or core.sums or len(inputs) < 2:
         return core.fused or core.sums
     with torch.enable_grad(), core.recording():
-        _, after = core(inputs[0], [as_leaf(t) for t in state])
+        _, after = core(inputs[0], [entry(t)[1] for t in state])
         outputs, _ = core(inputs[1], after)
     pending: list[Any] = [y.grad_fn for y in outputs]
     reached: set[Any] = {None}
@@ -131,9 +131,11 @@ def ordinary_bytes(
                 for t, wanted in zip(inputs[0:steps], inputs.differentiable, strict=True)
             ]
             x[len(x) - len(numbers) :] = numbers
-            start = [t.detach().requires_grad_(t.requires_grad) for t in state]
+            pairs = each_once(entry, state)
+            start = [leaf for leaf, _ in pairs]
             run = run_ordinary if core.fused or not core.sums else _run_summing
-            outputs, after = run(core, x, start)
+            outputs, after = run(core, x, [s for _, s in pairs])
+            del pairs
         ends = [*outputs, *after] if whole else outputs
         roots.extend({id(y): y for y in ends if y.requires_grad}.values())
         leaves.extend(t for t in (*x, *start, *core.targets) if t.requires_grad)

@@ -1,0 +1,143 @@
+"""The first few steps of a cell as the plain loop runs them, and as a schedule does (rule 11).
+
+Outputs, states, and the gradients of inputs and states must be the same bits (rule 1). Gradients of
+parameters may differ by rounding, since they are added in another order.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from retrograde.cells.cell import StepCore
+from retrograde.errors import CellError
+from retrograde.replay.fingerprints import fingerprint
+from retrograde.replay.surroundings import muted_hooks
+from retrograde.replay.trees import Tensors
+from retrograde.run.autograd_core import run_ordinary
+from retrograde.run.core import Gradients
+from retrograde.run.executor import Run
+from retrograde.run.layout import Inputs, Straight
+from retrograde.schedule import Action, Advance, Backward, Load, Record, Store
+
+_STEPS = 4
+
+
+class _Results(NamedTuple):
+    outputs: Tensors
+    states: Tensors
+    inputs: list[Tensor | None]  # their gradients, and those below
+    initial: list[Tensor | None]
+    parameters: list[Tensor | None]
+
+
+def rehearse(core: StepCore, inputs: Inputs, state: Tensors) -> None:
+    """Refuse a cell that computes something else in parts than in one loop, by a CellError."""
+    if core.fused or core.per_call > 1:
+        return
+    plain = _run(core, inputs, state, in_parts=False)
+    wrong = _difference(plain, _run(core, inputs, state, in_parts=True))
+    if wrong and not _difference(plain, _run(core, inputs, state, in_parts=False)):
+        raise CellError(
+            f"the cell computes other {wrong} in parts than in one loop: expected a step to depend "
+            "on the values of its state only, and not on whether it is the tensor that another "
+            "step made (its identity, history or hooks); or use memory=None"
+        )
+
+
+def _run(core: StepCore, inputs: Inputs, state: Tensors, *, in_parts: bool) -> _Results:
+    steps = min(_STEPS, len(inputs))
+    with core.ambient.measured(), muted_hooks([*core.parameters, *state]), torch.enable_grad():
+        pairs = zip(inputs[0:steps], inputs.differentiable, strict=True)
+        x = [t.detach().requires_grad_(wanted) for t, wanted in pairs]
+        return (_in_parts if in_parts else _in_one_loop)(core, x, state, steps)
+
+
+def _in_one_loop(core: StepCore, x: Tensors, state: Tensors, steps: int) -> _Results:
+    with core.recording():
+        outputs, after = run_ordinary(core, x, state)
+    if core.sums:
+        outputs = [y.sum(0) for y in outputs]
+    owners = [*x, *state, *core.targets]
+    wanted = list({id(t): t for t in owners if t.requires_grad}.values())
+    given = [*zip(outputs, map(_seed, outputs), strict=True)]
+    given += zip(after, [None if core.sums else _seed(t) for t in after], strict=True)
+    seeded = [(t, seed) for t, seed in given if seed is not None and t.requires_grad]
+    found: tuple[Tensor | None, ...] = ()
+    if seeded and wanted:
+        roots, seeds = zip(*seeded, strict=True)
+        found = torch.autograd.grad(roots, wanted, seeds, allow_unused=True, retain_graph=True)
+    by = {id(t): g for t, g in zip(wanted, found, strict=False)}
+    known = {id(t) for t in core.targets}
+    return _Results(
+        [y.detach() for y in outputs],
+        [t.detach() for t in after],
+        [by.get(id(t)) for t in x],
+        [None if id(t) in known else by.get(id(t)) for t in state],
+        [by.get(id(t)) for t in core.targets],
+    )
+
+
+def _in_parts(core: StepCore, x: Tensors, state: Tensors, steps: int) -> _Results:
+    half, found = steps // 2, []
+    actions: tuple[Action, ...] = Record(0, steps), Backward(0, steps)
+    if half:
+        actions = Store(0), Advance(0, half), Record(half, steps), Backward(half, steps)
+        actions = *actions, Load(0), Record(0, half), Backward(0, half)
+    run, layout = Run(core, actions, steps), Straight(steps, fused=False)
+    read = layout.read(x)
+    after = run.forward(read, state, lambda _, __, outputs, ___: found.append(outputs))
+    outputs = [torch.stack([y.detach() for y in ys]) for ys in zip(*found, strict=True)]
+    if core.sums:
+        outputs = [y.sum(0) for y in outputs]
+    gradients = Gradients(
+        outputs=list(map(_seed, outputs)),
+        states=[None if core.sums or not t.requires_grad else _seed(t) for t in after],
+        inputs=[None] * len(x),
+        wanted=[t if t.requires_grad else None for t in x],
+        parameters=core.totals(),
+        length=steps,
+        layout=layout,
+        read=read,
+    )
+    run.backward(read, gradients)
+    states = [t.detach() for t in after]
+    return _Results(outputs, states, gradients.inputs, gradients.states, gradients.parameters)
+
+
+def _seed(t: Tensor) -> Tensor | None:
+    """Return a gradient to begin with; one for a sum of losses."""
+    if not (t.is_floating_point() or t.is_complex()):
+        return None
+    numbers = torch.arange(t.numel(), dtype=torch.float32, device=t.device)
+    return numbers.mul_(0.7).cos_().to(t.dtype).view(t.shape)
+
+
+def _difference(one: _Results, other: _Results) -> str | None:
+    for name in ("outputs", "states"):
+        a, b = getattr(one, name), getattr(other, name)
+        if len(a) != len(b) or not all(map(_same, a, b)):
+            return name
+    if not all(map(_same, (*one.inputs, *one.initial), (*other.inputs, *other.initial))):
+        return "gradients of inputs or states"
+    if not all(map(_near, one.parameters, other.parameters)):
+        return "gradients of parameters"
+    return None
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None:
+        return all(t is None or not t.any() for t in (a, b))
+    return bool(fingerprint(a) == fingerprint(b)) or torch.equal(a, b)
+
+
+def _near(a: Tensor | None, b: Tensor | None) -> bool:
+    if a is None or b is None or _same(a, b):
+        return _same(a, b)
+    a, b = a.to_dense(), b.to_dense()
+    kind = (
+        torch.get_autocast_dtype(a.device.type)
+        if torch.is_autocast_enabled(a.device.type)
+        else a.dtype
+    )
+    return bool((a - b).norm() <= torch.finfo(kind).eps ** 0.5 * a.norm())
