@@ -17,7 +17,7 @@ from retrograde.errors import CellError
 from retrograde.replay.captured import Outside, find_outside
 from retrograde.replay.referents import Referents
 from retrograde.replay.surroundings import Ambient, version
-from retrograde.replay.trees import Structure, Tensors, flatten, flatten_state
+from retrograde.replay.trees import LEAF, Structure, Tensors, flatten, flatten_state
 from retrograde.replay.trial import try_out
 from retrograde.run.autograd_core import AutogradCore, Settled
 from retrograde.run.layout import Inputs
@@ -80,10 +80,8 @@ class StepCore(AutogradCore):
         return not (self.fused or self.settled.walked)
 
     def prints(self, length: int) -> Prints | None:
-        if self.fused:
-            return None
-        on_gpu = self.ambient.device.type == "cuda"
-        return Prints(length, self.settled.passes, on_gpu, self.per_call)
+        turn = self.settled.passes
+        return None if self.fused else Prints(length, turn, self.ambient, self.per_call)
 
     def complete(self) -> None:
         self.settled.passes += 1
@@ -94,6 +92,8 @@ class StepCore(AutogradCore):
     def __call__(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
         outputs, states, output_spec, state_spec = self._run(self.cell, inputs, state)
         _check_like("state", states, state_spec, self.state_like, self.state_spec)
+        if output_spec is state_spec is LEAF and outputs[0] is states[0] and self.aliases == (0,):
+            return outputs, states
         _check_like("output", outputs, output_spec, self.output_like, self.output_spec)
         if torch.is_grad_enabled():
             _check_aliases(outputs, states, self.aliases)
@@ -375,6 +375,8 @@ def as_pair(result: Any) -> tuple[Any, Any]:
 
 def _call(cell: Cell, x: Any, state: Any) -> Result:
     y, after = as_pair(cell(x, state))
+    if type(y) is Tensor and type(after) is Tensor:
+        return [y], [after], LEAF, LEAF
     outputs, output_structure = flatten(y, "output of the cell")
     states, state_structure = flatten_state(after, _AFTER)
     return outputs, states, output_structure, state_structure
@@ -388,9 +390,8 @@ def _check_like(
             f"the cell changed the structure of its {name}: expected {like_spec}, "
             f"got {spec}; return the same structure at every step"
         )
-    for i, (leaf, expected) in enumerate(zip(leaves, like, strict=True)):
-        if (leaf.shape, leaf.dtype, leaf.device) != expected:
-            shape, dtype, device = expected
+    for i, (leaf, (shape, dtype, device)) in enumerate(zip(leaves, like, strict=True)):
+        if leaf.shape != shape or leaf.dtype is not dtype or leaf.device != device:
             raise CellError(
                 f"the cell changed tensor {i} of its {name}: expected shape {tuple(shape)}, "
                 f"{dtype} on {device}, got {tuple(leaf.shape)}, {leaf.dtype} on {leaf.device}; "

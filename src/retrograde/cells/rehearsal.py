@@ -18,6 +18,7 @@ from retrograde.run.autograd_core import run_ordinary
 from retrograde.run.core import Gradients
 from retrograde.run.executor import Run
 from retrograde.run.layout import Inputs, Straight
+from retrograde.run.states import each_once, entry
 from retrograde.schedule import Action, Advance, Backward, Load, Record, Store
 
 _STEPS = 4
@@ -50,6 +51,7 @@ def _run(core: StepCore, inputs: Inputs, state: Tensors, *, in_parts: bool) -> _
     with core.ambient.measured(), muted_hooks([*core.parameters, *state]), torch.enable_grad():
         pairs = zip(inputs[0:steps], inputs.differentiable, strict=True)
         x = [t.detach().requires_grad_(wanted) for t, wanted in pairs]
+        state = each_once(lambda t: entry(t)[1], state)
         return (_in_parts if in_parts else _in_one_loop)(core, x, state, steps)
 
 

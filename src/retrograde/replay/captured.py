@@ -70,7 +70,9 @@ def find_outside(found: Referents, results: Tensors, mark: int, own: Tensors) ->
     direct = [t for t in leaves if id(t) not in arguments]
     nodes: list[Any] = [t.grad_fn for t in captured]
     edges = [edge for node in nodes for edge in node.next_functions if edge[0] is not None]
-    before, used_before = foreign_tensors(edges, 0, older)
+    # Pieces of one tensor, as chunk makes them, are several outputs of one node.
+    pieces = {(node, k) for node, _ in older for k in range(len(node._input_metadata))}
+    before, used_before = foreign_tensors(edges, 0, pieces)
     before_leaves = {id(t) for t in before}
     if used_before or before_leaves & {id(t) for t in direct}:
         parameters = distinct([*owned, *captured, *direct])

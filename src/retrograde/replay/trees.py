@@ -35,7 +35,7 @@ class Structure:
 
     def unflatten(self, tensors: Sequence[Tensor | None]) -> Any:
         """Return the tree with these tensors as its leaves."""
-        if self is _LEAF:
+        if self is LEAF:
             return tensors[0]
         if self is _PAIR:
             return tuple(tensors)
@@ -76,7 +76,7 @@ def flatten(tree: Any, name: str, *, numbers: bool = False) -> tuple[list[Tensor
         (1, "{'h': *, 'c': None}")
     """
     if isinstance(tree, Tensor):
-        return [tree], _LEAF
+        return [tree], LEAF
     if type(tree) is tuple and len(tree) == 2 and all(isinstance(t, Tensor) for t in tree):
         return list(tree), _PAIR
     leaves, spec = pytree.tree_flatten(tree)
@@ -118,5 +118,5 @@ def flatten_state(tree: Any, name: str = "state") -> tuple[list[Tensor], Structu
 
 
 # The structures of most inputs, outputs and states: prebuilt, since every step needs them.
-_LEAF = Structure(pytree.tree_flatten(0)[1], (Tensor,))
+LEAF = Structure(pytree.tree_flatten(0)[1], (Tensor,))
 _PAIR = Structure(pytree.tree_flatten((0, 0))[1], (Tensor, Tensor))

@@ -8,6 +8,7 @@ gradient are checked, since a cell may refer to a whole model and use a part. A 
 raised.
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,7 +22,7 @@ from retrograde.replay.trees import Tensors
 from retrograde.run.autograd_core import AutogradCore
 from retrograde.run.core import Core, Gradients, discard, window
 from retrograde.run.executor import Run
-from retrograde.run.layout import Inputs, Layout, Straight, steps_of
+from retrograde.run.layout import ROWS, Inputs, Layout, Straight, steps_of
 from retrograde.run.second_order import differentiable_gradients
 from retrograde.run.states import with_attributes
 from retrograde.run.transforms import NO_FORWARD_MODE, refuse_batches, uncompiled
@@ -93,6 +94,8 @@ class _Outputs:
     def __init__(self, core: Core, layout: Layout) -> None:
         self.core, self.layout = core, layout
         self.tensors: Tensors = []
+        self.rows: list[Sequence[Tensor]] = []  # some that are cut out of each, from the first on
+        self.first = 0
         self.wanted: list[bool] = []  # for each, whether some step's requires a gradient
 
     def emit(self, start: int, stop: int, values: Tensors) -> None:
@@ -103,7 +106,13 @@ class _Outputs:
             pairs = zip(self.wanted, values, strict=True)
             self.wanted = [wanted or y.requires_grad for wanted, y in pairs]
         detached = [y.detach() for y in values]
-        self.layout.put(self.tensors, window(self.core, start, stop), detached)
+        if not (self.core.stepwise and isinstance(self.layout, Straight)):
+            self.layout.put(self.tensors, window(self.core, start, stop), detached)
+            return
+        if not self.first <= start < self.first + ROWS or not self.rows:
+            self.first, self.rows = start, [t[start : start + ROWS].unbind() for t in self.tensors]
+        for rows, value in zip(self.rows, detached, strict=True):
+            rows[start - self.first].copy_(value)
 
 
 class _Recurrence(torch.autograd.Function):

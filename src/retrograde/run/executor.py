@@ -136,4 +136,5 @@ def _noted(
     emit: Emit, prints: Prints, start: int, stop: int, outputs: Tensors, state: Tensors
 ) -> None:
     emit(start, stop, outputs)
-    prints(start, stop, outputs, state)
+    if prints.covers(start, start + 1):
+        prints(start, stop, outputs, state)

@@ -19,7 +19,8 @@ from torch import Tensor
 from retrograde.errors import CellError
 from retrograde.replay.trees import Tensors
 
-_ROWS = 64
+#: The steps whose rows are cut out of a tensor at a time, since to cut out one takes long.
+ROWS = 64
 
 Gradient = Tensor | None
 Index = int | slice
@@ -363,8 +364,8 @@ def steps_of(inputs: Inputs, start: int, stop: int) -> Iterator[Tensors]:
     if not (isinstance(inputs, InMemory) and isinstance(inputs.layout, Straight)):
         yield from map(inputs.__getitem__, range(start, stop))
         return
-    for first in range(start, stop, _ROWS):
-        rows = (t[first : min(first + _ROWS, stop)].unbind() for t in inputs.tensors)
+    for first in range(start, stop, ROWS):
+        rows = (t[first : min(first + ROWS, stop)].unbind() for t in inputs.tensors)
         yield from map(list, zip(*rows, strict=True))
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from retrograde.errors import RetrogradeError
 from retrograde.replay.fingerprints import Fingerprint, fingerprint, verify
+from retrograde.replay.surroundings import Ambient
 from retrograde.replay.trees import Tensors
 
 _MOST = 4096
@@ -26,12 +27,12 @@ class Prints:
 
     length: int
     turn: int
-    on_gpu: bool
+    ambient: Ambient
     per_call: int = 1
     found: dict[int, list[Fingerprint]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        most = _MOST_ON_A_GPU if self.on_gpu else _MOST
+        most = _MOST_ON_A_GPU if self.ambient.device.type == "cuda" else _MOST
         self.stride = max(_SHARE if self.turn else 1, -(-self.length // most))
 
     def covers(self, start: int, stop: int) -> bool:
@@ -57,12 +58,7 @@ class Prints:
         if self.per_call > 1:
             first = call * self.per_call
             steps = f"one of the steps {first} … {first + self.per_call - 1}"
-        return RetrogradeError(
-            f"{steps} computed something else when it ran again for the backward pass: expected "
-            "the same bits, since a step should depend on its input, on its state, and on what "
-            "stays as it is; put what changes into the state, or name its module in stateful=; if "
-            "a kernel gives other bits by itself, use torch.use_deterministic_algorithms(True)"
-        )
+        return self.ambient.differs(f"{steps} of the cell")
 
 
 def _each(outputs: Iterable[Tensor], state: Iterable[Tensor]) -> Tensors:

@@ -34,6 +34,7 @@ _MOST = 48
 class _Known(Generic[T]):
     result: T
     of: list[weakref.ref[object]]
+    exact: bool  # if not, it serves only measurements
 
     def alive(self) -> bool:
         return all(reference() is not None for reference in self.of)
@@ -64,15 +65,14 @@ class LRUCache(Generic[T]):
             known = self._look_up(key)
             if known is None:
                 exact = not is_profiled()  # with another profiler, bytes are not quite certain
-                known = _Known(find(), [weakref.ref(value) for value in of])
-                if exact:
-                    self._keep(key, known)
+                known = _Known(find(), [weakref.ref(value) for value in of], exact)
+                self._keep(key, known)
         return known.result
 
     def _look_up(self, key: Hashable) -> _Known[T] | None:
         with self._lock:
             known = self._found.get(key)
-            if known is None or not known.alive():
+            if known is None or not known.alive() or not (known.exact or is_profiled()):
                 return None
             self._found.move_to_end(key)
             return known
