@@ -223,6 +223,91 @@ def test_a_dropout_that_drops_nothing_leaves_the_product_before_it_alone():
     assert "Dropout" not in check(model.eval(), torch.randn(48, 16)).let_go_bytes
 
 
+@pytest.mark.parametrize("other", ["weight", "product", "number", "scalar"])
+@pytest.mark.parametrize("change", ["__imul__", "__iadd__", "__isub__", "__itruediv__", "half"])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_change_in_place_by_a_wider_type_keeps_the_narrow_one(change, other, bf16):
+    def narrow(x, m):
+        others = {"weight": m.weight + 1, "product": x * 2 + 9, "number": 1.7}
+        one = others.get(other, torch.tensor(1.7))
+        y = functional.gelu(x).to(torch.float16 if change == "half" else torch.bfloat16)
+        y = torch.ops.aten.mul_(y, one) if change == "half" else getattr(y, change)(one)
+        return (y * torch.relu(y)).float()
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        check(Apply(narrow), torch.randn(48, 16))
+
+
+READERS = {
+    "cast": lambda k: k.double().float(),
+    "narrow cast": lambda k: k.bfloat16(),
+    "number": lambda k: functional.relu(2.5 - k) + functional.silu(k + 1.5) * (k - 0.5),
+    "norms": lambda k: functional.layer_norm(k, (64,)) * functional.group_norm(k, 4),
+    "copy": lambda k: k.t().contiguous().t() * functional.softmax(k, -1) * (k * 2) ** 2,
+    "pieces": lambda k: torch.cat([k, k.exp()], -1)[:, :64] * torch.stack([k, k])[1],
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_view_that_was_made_without_gradients_has_no_node_before_it(name, bf16):
+    def run(x, m):
+        y = torch.sigmoid(x)
+        with torch.no_grad():
+            keys = y.view(-1, 64)
+        return x * READERS[name](keys) * torch.relu(READERS[name](keys) * m.weight)
+
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        check(Apply(run), torch.randn(48, 16))
+
+
+class OwnStatistics(nn.Module):
+    """Normalises with buffers of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(64))
+        self.register_buffer("variance", torch.ones(64))
+
+    def forward(self, x):
+        return functional.batch_norm(x, self.mean, self.variance, training=self.training)
+
+
+class Instances(nn.InstanceNorm1d):
+    """Normalises pieces of each sample."""
+
+    def forward(self, x):
+        return super().forward(x.view(-1, 16, 4)).reshape(x.shape)
+
+
+NORMS = {
+    "batch": lambda: nn.BatchNorm1d(64),
+    "synchronous": lambda: nn.SyncBatchNorm(64),
+    "own": OwnStatistics,
+    "instances": lambda: Instances(16, track_running_stats=True),
+    "affine instances": lambda: Instances(16, affine=True, track_running_stats=True),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_statistics_that_training_moves_after_an_evaluation(norm):
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = mlp(nn.GELU(), nn.Linear(64, 64), NORMS[norm](), nn.ReLU())
+
+        def forward(self, x):
+            clean = self.net.eval()(x)
+            return clean * self.net.train()(x + torch.arange(16.0))
+
+    assert "Relu" in check(Branches(), torch.randn(48, 16)).let_go_bytes
+
+
+def test_noise_that_is_written_after_it_was_saved():
+    for inplace in (False, True):
+        check(mlp(nn.RReLU(inplace=inplace), nn.GELU(), nn.RReLU()), torch.randn(48, 16))
+
+
 @pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("affine", [True, False])
@@ -485,6 +570,45 @@ def test_a_parameter_that_changed_raises():
         model[1].bias.add_(1)
     with pytest.raises(RuntimeError, match=r"modified by an\s+inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("late", [False, True])  # late, as on a GPU: nobody waits for a sum
+@pytest.mark.parametrize("name", ["NativeLayerNorm", "NativeBatchNorm", "Gelu", "Embedding"])
+def test_a_value_that_has_other_bits_when_it_is_computed_again_raises(monkeypatch, name, late):
+    """Something that a recipe reads is changed between the passes, and autograd is not told."""
+    if late:
+        glance = recipes.glance
+        monkeypatch.setattr(recipes, "glance", lambda *a: torch.tensor(glance(*a)))
+    stored, numbers = [], torch.arange(16).repeat(32)
+    norm = {"NativeLayerNorm": nn.LayerNorm, "NativeBatchNorm": nn.BatchNorm1d}.get(name)
+    net, table = mlp(norm(64) if norm else nn.GELU()), nn.Parameter(torch.randn(16, 16))
+
+    def forward():
+        x = net[0](functional.embedding(numbers, table))
+        stored.append(x.untyped_storage())
+        return net[2](net[1](x)).square().mean()
+
+    changes = {
+        "Gelu": lambda: torch.empty(0).set_(stored.pop(), 0, (512, 64)).add_(1),
+        "Embedding": lambda: numbers.numpy().__imul__(0),
+    }
+    with rg.lean() as tape:
+        loss = forward()
+    assert name in tape.let_go_bytes
+    changes.get(name, lambda: net[1].weight.data.add_(1))()
+    with pytest.raises(rg.RetrogradeError, match=rf"result of {name}, .* computed again"):
+        loss.backward()
+
+
+def test_a_glance_reads_every_word_in_some_turn():
+    for size in (1, 7, 488, 489, 5000, 9001):
+        for dtype in (torch.float32, torch.bfloat16, torch.float64):
+            whole = torch.zeros(size, dtype=dtype)
+            for at in range(0, size, 97):
+                other = whole.clone()
+                other[at] = 1
+                turns = range(16)
+                assert any(recipes.glance(whole, n) != recipes.glance(other, n) for n in turns)
 
 
 def test_what_the_caller_holds_is_not_computed_again(monkeypatch):

@@ -23,7 +23,7 @@ class Operation(NamedTuple):
         name: of the operation, for reports.
         call: computes it.
         passes: its nominal cost; a simple pointwise operation has 1, a view 0.
-        reads: its arguments: what each is, the node's attribute, the edge, and its keyword or "".
+        reads: its arguments: what each is, its name, the edge, and its keyword or "".
         over: the same in place, or None.
         check: returns the operation of a node whose name says too little, or None.
     """
@@ -64,6 +64,8 @@ def _power(node: Any, nr: int, edges: Any) -> Operation | None:
 
 def _cast(node: Any, nr: int, edges: Any) -> Operation | None:
     source, at = edges[0]
+    if source is None:  # a view that was made without gradients, of a tensor that has one
+        return None
     stays = source._input_metadata[at].device == node._input_metadata[nr].device
     return CHEAP[node.name()] if stays else None
 
@@ -121,10 +123,10 @@ def _add(node: str, call: Any, passes: float, schema: Any) -> None:
         if one.name in ("shape", "dtype"):
             reads.append((RESULT, one.name, 0, keyword))
         elif "Tensor" not in str(one.type):
-            reads.append((ATTRIBUTE, f"_saved_{one.name}", 0, keyword))
+            reads.append((ATTRIBUTE, one.name, 0, keyword))
         else:
             kind = LIST if "List" in str(one.type) else TENSOR
-            reads.append((kind, f"_raw_saved_{one.name}", edge, keyword))
+            reads.append((kind, one.name, edge, keyword))
             edge += 1
     key = node if node == "evaluation" else f"{name}Backward{node[len(name) :] or 0}"
     over = _OVER.get(name)
@@ -139,6 +141,10 @@ for _passes, _names in _OPERATORS.items():
 for _node, _call, _passes, _text in _FUNCTIONS:
     _add(_node, _call, _passes, torch._C.parse_schema(f"f({_text}) -> Tensor"))
 
+#: Operations whose result has the type of all their arguments. Others have their first argument's.
+PROMOTING = {"Add", "Sub", "Mul", "Div", "Cat", "Stack"}
+#: Arguments that the kernel of a later call may change without a new version.
+STATISTICS = {"running_mean", "running_var"}
 #: Nodes that save their result, which so lives until they are run.
 KEEP_RESULT = {
     f"{name}Backward0" for name in (

@@ -7,21 +7,37 @@ nodes of autograd's graph. They end at boxes, at parameters, and at numbers.
 
 import math
 from dataclasses import dataclass
+from functools import partial, reduce
+from random import Random
 from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
-from retrograde.models.cheap import ATTRIBUTE, CHEAP, KEEP_RESULT, LIST, RESULT, Operation
+from retrograde.errors import RetrogradeError
+from retrograde.models.cheap import (
+    ATTRIBUTE,
+    CHEAP,
+    KEEP_RESULT,
+    LIST,
+    PROMOTING,
+    RESULT,
+    STATISTICS,
+    Operation,
+)
 
 #: What starting an operation costs, in bytes written.
 START_BYTES = 64 * 1024
 #: Operations that one value may take: recursion is no deeper.
 MOST_OPERATIONS = 16
-#: Keys in the metadata of a node: what was noted of it, and that its result changed unseen. An
-#: integer is the key of the box of this output.
+#: Keys in the metadata of a node: arguments that were noted of it, by name, and that its result
+#: changed unseen. An integer is the key of the box of this output.
 KNOWN, CHANGED = "retrograde known", "retrograde changed"
+#: Words in a run that a glance reads, and from one run to the next. A run is prime, so rows of any
+#: common width are read in all columns.
+_RUN, _EVERY = 61, 8 * 61
+_turn = Random(0).getrandbits  # so that the same value has other turns in other passes
 
 _Shape = tuple[torch.Size, tuple[int, ...], Any]
 
@@ -37,6 +53,21 @@ def overwritten(size: torch.Size, found: int, expected: int) -> RuntimeError:
         f"operation: a tensor of sizes {list(size)} is at version {found}; expected version "
         f"{expected} instead"
     )
+
+
+def glance(tensor: Tensor, turn: int) -> Any:
+    """Return the sum of an eighth of a storage's bits: of other runs of words at each turn.
+
+    On a CPU nothing is allocated. On a GPU the sum is a tensor, for which nobody waits.
+    """
+    flat = tensor.as_strided((tensor.numel(),), (1,), 0)
+    words: Any = flat.view(torch.int64 if tensor.nbytes % 8 == 0 else torch.uint8)
+    words = words.numpy() if tensor.is_cpu else words
+    rows, rest = divmod(len(words), _EVERY)
+    if rows:
+        start, run = (rest if turn >= 8 else 0), turn % 8 * _RUN  # the last words in late turns
+        words = words[start : start + rows * _EVERY].reshape(rows, _EVERY)[:, run : run + _RUN]
+    return 0 if tensor.is_meta else words.sum()
 
 
 class Versioned(NamedTuple):
@@ -68,12 +99,12 @@ class Box:
     """What autograd saves of a storage: the tensor, or its recipe.
 
     ``reads`` are the boxes that the recipe reads, ``operations`` how many it calls with those of
-    its boxes, ``peak`` the bytes that it takes.
+    its boxes, ``peak`` the bytes that it takes. ``seen`` is a glance at what was let go.
     """
 
     __slots__ = (
         "__weakref__", "alias", "data", "dtype", "nbytes", "operations", "overwritten", "peak",
-        "reads", "recipe", "shape", "storage", "version",
+        "reads", "recipe", "seen", "shape", "storage", "version",
     )  # fmt: skip
 
     def __init__(self, tensor: Tensor, storage: torch.UntypedStorage) -> None:
@@ -111,7 +142,34 @@ class Box:
         if shape_of(result) != self.shape:
             whole = torch.empty_strided(*self.shape[:2], dtype=result.dtype, device=result.device)
             result = whole.copy_(result)
+        self._compare(recipe.operation.name, result)
         return self.keep(result)
+
+    def let_go(self, recipe: "Recipe", value: Tensor) -> None:
+        """Keep a recipe instead of a value."""
+        turn = _turn(4)
+        with torch._C._DisableTorchDispatch(), torch._C._AutoDispatchBelowAutograd():
+            self.recipe, self.seen, self.data = recipe, (turn, glance(value, turn)), None
+
+    def _compare(self, name: str, result: Tensor) -> None:
+        """Raise if a value that was computed again has other bits than the one that was let go."""
+        turn, expected = self.seen
+        found = glance(result, turn)
+        compare = partial(_raise_if_unequal, found, expected, name, self.shape[0])
+        if isinstance(found, Tensor) and torch._C._current_graph_task_id() >= 0:
+            torch.autograd.Variable._execution_engine.queue_callback(compare)  # nobody waits
+        else:
+            compare()
+
+
+def _raise_if_unequal(found: Any, expected: Any, name: str, size: torch.Size) -> None:
+    if found != expected:
+        raise RetrogradeError(
+            f"the result of {name}, of sizes {list(size)}, was let go and computed again, and its "
+            "bits are not those of the forward pass: what it reads was changed, and autograd was "
+            "not told (.data, a raw pointer, statistics). Expected it to stay as it was; change it "
+            "after backward(), or compute this outside rg.lean() or the budget"
+        )
 
 
 def unpack(packed: Packed | Versioned) -> Tensor:
@@ -134,7 +192,7 @@ class Recipe:
     """An operation that is called again, with its arguments.
 
     ``nr``: which of its results. A view's ``nbytes`` is zero. ``over``: the result takes the place
-    of the first argument.
+    of the first argument. ``kind``: its type; None if it has no dimensions.
     """
 
     operation: Operation
@@ -142,6 +200,7 @@ class Recipe:
     keywords: dict[str, Any]
     nr: int
     nbytes: int
+    kind: torch.dtype | None = None
     over: bool = False
 
     def open(self) -> Tensor:
@@ -204,6 +263,7 @@ class Search:
             return None  # a node of before may have changed unseen
         if operation.name in ("Clone", "ToCopy") and not copied:
             return None  # its strides are not known
+        result, known = node._input_metadata[nr], notes.get(KNOWN, {})
         args: list[Any] = []
         keywords: dict[str, Any] = {}
         for kind, name, edge, keyword in operation.reads:
@@ -211,35 +271,38 @@ class Search:
                 arg: Any = [self._value(one, at, False) for one, at in edges]
                 arg = _UNKNOWN if _UNKNOWN in arg else arg
             elif kind == RESULT:
-                arg = getattr(node._input_metadata[nr], name)
+                arg = getattr(result, name)
             elif kind == ATTRIBUTE:
-                arg = getattr(node, name, _UNKNOWN)
-                arg = notes.get(KNOWN, _UNKNOWN) if arg is _UNKNOWN else _signed(arg)
+                arg = getattr(node, f"_saved_{name}", _UNKNOWN)
+                arg = known.get(name, _UNKNOWN) if arg is _UNKNOWN else _signed(arg)
             else:
-                saved = getattr(node, name, None)
+                saved = getattr(node, f"_raw_saved_{name}", None)
                 arg = self._saved(saved) if saved is not None else None
                 source, at = edges[edge] if edge < len(edges) else (None, 0)
                 if arg is None and source is not None:
                     arg = self._value(source, at, copied and operation.name == "UnsafeView")
                 elif arg is None and (saved is None or operation.check is None):
-                    arg = notes.get(KNOWN, _UNKNOWN)
+                    arg = known.get(name, _UNKNOWN)
+                if name in STATISTICS:
+                    arg = _copied(arg)
             if arg is _UNKNOWN:
                 return None
             if keyword:
                 keywords[keyword] = arg
             else:
                 args.append(arg)
+        dtype = result.dtype if result.shape else None
         if not operation.passes:
-            return Recipe(operation, args, keywords, nr, 0)
-        if not nbytes:
-            result = node._input_metadata[nr]
-            nbytes = math.prod(result.shape) * result.dtype.itemsize
+            return Recipe(operation, args, keywords, nr, 0, dtype)
+        if not _has_kind(operation.name, args, dtype):
+            return None
+        nbytes = nbytes or math.prod(result.shape) * result.dtype.itemsize
         self.operations += 1
         self.cost += operation.passes * nbytes + START_BYTES
         if self.operations > MOST_OPERATIONS:
             return None
         over = operation.over and type(args[0]) is Recipe and args[0].nbytes == nbytes
-        return Recipe(operation, args, keywords, nr, nbytes, bool(over))
+        return Recipe(operation, args, keywords, nr, nbytes, dtype, bool(over))
 
     def _saved(self, saved: Any) -> Any:
         """Return what a node saved, or None if it saved no such tensor."""
@@ -274,6 +337,31 @@ class Search:
         boxes.append(box)
         self.operations += box.operations
         return box.is_current()
+
+
+def _kinds(arg: Any) -> list[torch.dtype]:
+    """Return the types of the tensors in an argument that have dimensions."""
+    if type(arg) is list:
+        return [kind for one in arg for kind in _kinds(one)]
+    if type(arg) is Versioned:
+        return [arg.tensor.dtype] if arg.tensor.dim() else []
+    if type(arg) is Packed:
+        return [arg.box.dtype] if arg.shape[0] else []
+    return [arg.kind] if type(arg) is Recipe and arg.kind is not None else []
+
+
+def _has_kind(name: str, args: list[Any], kind: torch.dtype | None) -> bool:
+    """Whether an operation makes a result of this type; in place it may have made another one."""
+    if name == "ToCopy" or kind is None:
+        return True
+    kinds = _kinds(args if name in PROMOTING else args[0])
+    return not kinds or reduce(torch.promote_types, kinds) is kind
+
+
+def _copied(arg: Any) -> Any:
+    """Return statistics as they are now: a kernel changes them without a new version."""
+    is_there = type(arg) is Versioned or (type(arg) is Packed and arg.box.data is not None)
+    return Versioned(arg.open().clone(), 0) if is_there else arg
 
 
 def _signed(value: Any) -> Any:

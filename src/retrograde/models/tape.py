@@ -191,9 +191,8 @@ class LeanTape(TorchFunctionMode):
         at = Box(mask, mask.untyped_storage())
         at.keep(mask)
         self.kept -= box.nbytes - at.nbytes
-        box.data = None
         args = [Packed(at, at.shape), Versioned(one, one._version), noise.shape]
-        self._release(box, Recipe(_NOISE, args, {}, 0, box.nbytes), [at], 1)
+        self._release(box, Recipe(_NOISE, args, {}, 0, box.nbytes), [at], 1, noise)
 
     def _box_of(self, storage: torch.UntypedStorage) -> Box | None:
         at = self._boxes.get(storage._cdata)
@@ -216,7 +215,7 @@ class LeanTape(TorchFunctionMode):
         if peak - box.nbytes * (2 if grad_is_to_come else 1) > self._credit:
             return False
         box.peak = peak
-        self._release(box, step, search.own + search.apart, search.operations)
+        self._release(box, step, search.own + search.apart, search.operations, base)
         return True
 
     def _is_followed(self, version: int, node: Any) -> bool:
@@ -229,8 +228,11 @@ class LeanTape(TorchFunctionMode):
         old = node.next_functions[0][0]  # this is a change in place that is saving its own result
         return version == 1 or (old is not None and old.metadata.get(VERSION) == version - 1)
 
-    def _release(self, box: Box, recipe: Recipe, reads: list[Box], operations: int) -> None:
-        box.recipe, box.reads, box.operations = recipe, reads, operations
+    def _release(
+        self, box: Box, recipe: Recipe, reads: list[Box], operations: int, value: Tensor
+    ) -> None:
+        box.let_go(recipe, value)
+        box.reads, box.operations = reads, operations
         self.let_go[recipe.operation.name] += box.nbytes
         self._gone.append(ref(box))
         self._pending.append(box)
@@ -282,18 +284,21 @@ def _note_number(tape: LeanTape, node: Any, args: Any, kwargs: Any) -> None:
     one = _argument(args, kwargs, 1, "other", None)
     is_other = len(args) + ("other" in kwargs) == 2  # not so in the deprecated add(x, alpha, other)
     if is_other and isinstance(one, (int, float)):
-        node.metadata[KNOWN] = one
+        node.metadata[KNOWN] = {"other": one}
 
 
-def _note_of(*argument: Any) -> Callable[..., None]:
-    """Note an argument that the node does not keep."""
+def _note_of(**arguments: tuple[int, Any]) -> Callable[..., None]:
+    """Note arguments that the node does not keep, by their positions and defaults."""
 
     def note(tape: LeanTape, node: Any, args: Any, kwargs: Any) -> None:
-        one = _argument(args, kwargs, *argument)
-        if one is None and node.name() == "ViewBackward0":  # an instance normalisation
+        known = {at: _argument(args, kwargs, i, at, one) for at, (i, one) in arguments.items()}
+        bias = known.get("bias")
+        if bias is None and node.name() == "ViewBackward0":  # an instance normalisation
             node = node.next_functions[0][0]
         if node is not None and "Norm" in node.name():  # elsewhere it is made of other operations
-            node.metadata[KNOWN] = Versioned(one, one._version) if isinstance(one, Tensor) else one
+            if bias is not None:
+                known["bias"] = Versioned(bias, bias._version)
+            node.metadata[KNOWN] = known
 
     return note
 
@@ -337,20 +342,21 @@ _NOISE = Operation("Dropout", _noise, 1)
 _NOISES = set[tuple[float, torch.dtype]]()  # whose noise was seen to have two values
 #: From the result of attention to its dropped weights.
 _TO_NOISE = {f"{name}Backward0" for name in ("ToCopy", "UnsafeView", "View", "Bmm", "Mm", "Expand")}
+_TO_NOISE.add("SqueezeBackward1")
 _CHANGING = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow")} | {"__setitem__"}
 # What shares memory unseen; ``.data`` has versions of its own too.
 _SHARING = {torch.detach: "detach", Tensor.detach: "detach"}
 _SHARING |= dict.fromkeys((Tensor.data.__get__, Tensor.data.__set__), "data")  # type: ignore[attr-defined]
 # What is noted of a function's node.
 _NOTES: dict[Any, Callable[..., None]] = {
-    functional.batch_norm: _note_of(4, "bias", None),
-    torch.batch_norm: _note_of(2, "bias", None),
+    functional.batch_norm: _note_of(bias=(4, None)),
+    torch.batch_norm: _note_of(bias=(2, None)),
     functional.scaled_dot_product_attention: _note_noise_of(4, "dropout_p", 0.0),
 }
 for _place in (functional, torch):
-    _NOTES[_place.layer_norm] = _note_of(4, "eps", 1e-5)
-    _NOTES[_place.group_norm] = _note_of(3, "bias", None)
-    _NOTES[_place.instance_norm] = _note_of(4 if _place is functional else 2, "bias", None)
+    _NOTES[_place.layer_norm] = _note_of(eps=(4, 1e-5))
+    _NOTES[_place.group_norm] = _note_of(bias=(3, None), eps=(4, 1e-5))
+    _NOTES[_place.instance_norm] = _note_of(bias=(4 if _place is functional else 2, None))
     _NOTES[_place.dropout] = _note_noise_of(1, "p", 0.5)
 for _name in ("add", "sub", "subtract", "rsub"):
     _NOTES[getattr(torch, _name)] = _note_number
