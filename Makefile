@@ -9,7 +9,7 @@ CHECK_PYTHON = @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) an
 RESOLVE := env $$(env | sed -n 's/^\(UV_[^=]*\)=.*/-u \1/p') \
 	$(BIN)/uv pip compile --quiet --no-config --system-certs
 
-.PHONY: demo test test-every test-all lint format numbers docs check-install wheel bench gpu clean
+.PHONY: demo test test-every test-all test-oldest test-newest lint format numbers docs check-install wheel bench gpu clean
 
 $(STAMP): pyproject.toml papers/pyproject.toml constraints.txt
 	$(CHECK_PYTHON)
@@ -29,6 +29,21 @@ test-every: $(STAMP)  ## every case but the slow ones
 
 test-all: $(STAMP)  ## everything that needs no GPU
 	$(BIN)/python -m pytest -n 2 --dist worksteal --every -m 'not gpu'
+
+# An environment of its own in build/, some GB large, with this torch instead of the pinned one.
+define TEST_WITH
+	$(CHECK_PYTHON)
+	rm -rf build/$(1) && $(PYTHON) -m venv build/$(1)
+	grep -vE '^(torch|triton|setuptools)==' constraints.txt > build/$(1)/constraints.txt
+	build/$(1)/bin/python -m pip install --quiet -c build/$(1)/constraints.txt '$(2)' -e '.[cli,dev,docs]' -e papers
+	build/$(1)/bin/python -m pytest -n 2 --dist worksteal
+endef
+
+test-oldest:  ## the quick tests with the oldest torch that pyproject.toml names
+	$(call TEST_WITH,oldest,torch==$(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml))
+
+test-newest:  ## the quick tests with the newest torch that pip finds
+	$(call TEST_WITH,newest,torch)
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

@@ -89,7 +89,6 @@ def lean(model: nn.Module | None = None) -> Any:
 
     Raises:
         CellError: ``model`` is not a module.
-        RetrogradeError: this torch is too old.
 
     Example:
         >>> import torch, retrograde as rg
@@ -101,11 +100,6 @@ def lean(model: nn.Module | None = None) -> Any:
         >>> print(tape)
         kept 256 KiB, let go 256 KiB: Gelu 256 KiB
     """
-    if not hasattr(_autograd.SavedTensor, "data"):
-        raise RetrogradeError(
-            f"rg.lean() needs a torch that shows what its nodes saved, not {torch.__version__}: "
-            "install torch 2.13 or later"
-        )
     if model is None:
         return Lean()
     if not isinstance(model, nn.Module):
