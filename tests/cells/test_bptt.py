@@ -12,6 +12,7 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 import retrograde as rg
+from oracles.hooks import CHANGES, Changed
 from retrograde.cells import bptt as streamed
 
 D = torch.float64
@@ -783,6 +784,15 @@ def test_a_modules_parameter_first_used_at_a_later_step_is_refused():
 
     with pytest.raises(rg.CellError, match="the loss uses a tensor that requires a gradient"):
         rg.bptt(nn.GRU(3, 5), torch.randn(9, 2, 3), loss=loss, schedule=rg.plan(9, 2))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("module", [nn.LSTM, nn.GRU, rg.RNN])
+def test_a_module_whose_call_does_more_than_its_forward_is_refused(module, change):
+    net, x = module(3, 5), torch.randn(6, 2, 3)
+    with Changed(change, net), pytest.raises(rg.CellError, match=f"does not run a .*a {change}:"):
+        rg.bptt(net, x, loss=lambda steps, y: y.sum(), memory="60%")
+    assert net.weight_hh_l0.grad is None
 
 
 def test_a_module_with_its_own_forward_is_a_cell():

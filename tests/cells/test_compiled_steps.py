@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import retrograde as rg
+from oracles.hooks import CHANGES, Changed
 from oracles.loops import assert_near, least, leaves_of, loop
 
 DOUBLE = torch.float64
@@ -231,3 +232,12 @@ def test_a_missing_compiler_is_said(tmp_path):
     assert run.returncode == 1
     assert "CellError: torch.compile cannot" in run.stderr
     assert "a C++ compiler; leave compile=True out" in run.stderr
+
+
+@pytest.mark.parametrize("change", [name for name in CHANGES if "hook" in name])
+def test_hooks_of_a_cell_are_refused(change):
+    """A block that was compiled before a hook was registered would not call it."""
+    cell = nn.GRUCell(3, 5)
+    with Changed(change, cell), pytest.raises(rg.CellError, match=f"the cell has a {change}"):
+        rg.unroll(lambda x, h: (cell(x, h),) * 2, torch.ones(9, 2, 3), torch.zeros(2, 5),
+                  memory="60%", compile=True)  # fmt: skip

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import retrograde as rg
+from oracles.hooks import CHANGES, Changed
 from oracles.loops import assert_near, gradients, least, leaves_of, loop
 from retrograde.cells.gated import GatedCore
 
@@ -433,3 +434,22 @@ def test_threads_compile_and_run_at_once():
     assert len(found) == 3
     for one in found:
         assert_near(one, expected)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_cell_whose_call_does_more_than_its_forward_runs_by_its_calls(change):
+    """The loops stand in for a plain call only; there is no warning that it runs step by step."""
+    cells, x = [MGU(3, 5), MGU(3, 5)], torch.randn(30, 2, 3, requires_grad=True)
+    cells[1].load_state_dict(cells[0].state_dict())
+    found = []
+    for run, cell in zip((loop, unrolled), cells, strict=True):
+        with Changed(change, cell):
+            y = run(cell, x, torch.zeros(2, 5))[0]
+            y.square().sum().backward()
+        found.append((y.detach(), x.grad, *(p.grad for p in cell.parameters())))
+        x.grad = None
+    torch.testing.assert_close(*found)
+
+
+def unrolled(cell, x, state):
+    return rg.unroll(cell, x, state, memory="60%")

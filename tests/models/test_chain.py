@@ -6,6 +6,7 @@ import math
 import pickle
 import random
 import threading
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 import retrograde as rg
+from oracles.hooks import CHANGES, Changed
 from retrograde.errors import BudgetError, CellError, RetrogradeError, UnitError
 from retrograde.models import call_sizes, chain_plans, trials
 from retrograde.models.given import Given
@@ -940,3 +942,33 @@ def test_a_dropped_layer_that_writes_to_its_input_later_only_is_refused():
     writing.unseen.calls = 1
     with pytest.raises(CellError, match="layer 0 writes in place to what it is given"):
         Dropped(unit, Given((x,)), lean=False).run(writing, Given((x,)))
+
+
+class Doubled(rg.Sequential):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("change", [*CHANGES, None])
+@pytest.mark.parametrize("kind", [nn.Sequential, rg.Sequential])
+def test_a_nested_chain_whose_call_does_more_runs_by_its_call(kind, change):
+    inner = kind(nn.Linear(8, 8), nn.Tanh()) if change else Doubled(nn.Linear(8, 8), nn.Tanh())
+    layers = [inner, *(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6))]
+    x, found = torch.randn(64, 8, requires_grad=True), []
+    with Changed(change, inner) if change else nullcontext():
+        for net in (nn.Sequential(*layers), rg.Sequential(*layers, memory="90%")):
+            y = net(x)
+            y.square().sum().backward()
+            found.append((y.detach(), x.grad))
+            x.grad = None
+    assert all(map(torch.equal, *found))
+
+
+def test_a_part_with_a_forward_of_its_own_is_measured_by_itself():
+    """It holds more than the parts of other layers of its make."""
+    layers = [nn.TransformerEncoderLayer(8, 1, 16, 0.0, batch_first=True) for _ in range(4)]
+    forward = layers[2].linear1.forward
+    layers[2].linear1.forward = lambda x: forward(x).exp().sin().exp().sin()
+    sizes = rg.Sequential(*layers, memory="100%").fit(torch.randn(8, 64, 8)).sizes
+    held = [size.ways[0].held_bytes for size in sizes]
+    assert held[2] >= held[1] + 2 * 512 * 16 * 4

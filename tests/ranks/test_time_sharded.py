@@ -10,6 +10,7 @@ import torch
 from torch import distributed
 
 import retrograde as rg
+from oracles.hooks import CHANGES, Changed, scaled
 from oracles.processes import on_ranks, spawn
 from retrograde.errors import CellError, RankError
 from retrograde.ranks import crossing, range_map
@@ -271,6 +272,79 @@ def test_hooks_of_parameters_see_the_whole_gradient_once(tmp_path):
         assert len(seen) == 1
         torch.testing.assert_close(seen[0], expected)
         torch.testing.assert_close(grad, 2 * expected)
+
+
+DROPS = {
+    "RNN": {"memory": "100%"},
+    "GRU": {"memory": "64KiB"},
+    "LSTM": {"memory": "100%", "batch_first": True},
+    "scan": {"backward": "scan"},
+    "nothing": {},
+}
+
+
+def dropping(what):
+    return make(what if what in CELLS else "GRU", 3, dropout=0.4, **DROPS[what])
+
+
+def seeded(net, run, x):
+    """Outputs, gradients, and where the generator is afterwards."""
+    torch.manual_seed(7)
+    y = run(x.transpose(0, 1) if net.batch_first else x)[0]
+    y = y.transpose(0, 1) if net.batch_first else y
+    y.square().sum().backward()
+    return y.detach(), [p.grad for p in net.parameters()], torch.get_rng_state()
+
+
+def with_dropout(rank, cuts, pieces):
+    x, found = inputs(30), {}
+    for what in DROPS:
+        net = dropping(what)
+        part = x.tensor_split(cuts)[rank]
+        found[what] = seeded(net, rg.TimeSharded(net, pieces=pieces), part)
+    return found
+
+
+@pytest.mark.parametrize(("cuts", "pieces"), [([13], None), ([2, 2], 2)], ids=str)
+def test_dropout_is_that_of_one_process(cuts, pieces, tmp_path):
+    """A mask follows from the place in the sequence and the batch, on short ranks too."""
+    ranks = on_ranks(len(cuts) + 1, tmp_path, with_dropout, cuts, pieces)
+    for what in DROPS:
+        net = dropping(what)
+        net.memory = net.memory or "1MiB"  # torch's own dropout has other masks
+        y, gradients, after = seeded(net, net, inputs(30))
+        torch.testing.assert_close(torch.cat([found[what][0] for found in ranks]), y)
+        for found in ranks:
+            torch.testing.assert_close(found[what][1], gradients)
+            assert torch.equal(found[what][2], after)
+
+
+def changed(rank):
+    """The calls of a module that does more than its forward, by a line; and the refusals."""
+    x, found = inputs(12).tensor_split(2)[rank], {}
+    for change in CHANGES:
+        for way in WAYS:
+            net = make(memory="64KiB")
+            with Changed(change, net):
+                try:
+                    y, _ = rg.TimeSharded(net, way=way)(x)
+                    found[change, way] = y.detach()
+                except RankError as error:
+                    found[change, way] = str(error)
+    return found
+
+
+def test_a_module_whose_call_does_more_than_its_forward(tmp_path):
+    ranks = on_ranks(2, tmp_path, changed)
+    plain, twice = make()(inputs(12))[0], make()(2 * inputs(12))[0]
+    for (change, way), first in ranks[0].items():
+        if "backward" in change:
+            assert f"has a {change}, which would get the gradients of parts" in first
+        elif way == "tree":
+            assert "no hooks" in first
+        else:
+            found = torch.cat([first, ranks[1][change, way]])
+            torch.testing.assert_close(found, twice if "pre-hook" in change else scaled(plain))
 
 
 DISAGREE = {

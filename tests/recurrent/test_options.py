@@ -271,3 +271,35 @@ def test_a_rate_close_to_one_keeps_gradients_finite_and_equal_between_budgets(ce
     assert all(t.isfinite().all() for t in expected.values())
     setup = replace(reference, memory=1)
     assert_results(setup, seeded_results(setup)[0], expected)
+
+
+@pytest.mark.parametrize("length", [1, 2, 5])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dropout": 0.3},
+        {"dropout": 0.3, "bidirectional": True},
+        {"backward": "scan"},
+        {"dropout": 0.3, "proj_size": 5},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("cell", ["RNN", "GRU", "LSTM"])
+def test_all_of_the_memory_is_never_refused(cell, options, length):
+    """Of few steps torch's own pass may take less than any other; the least of an error works."""
+    kind = {k: v for k, v in options.items() if k != "proj_size" or cell == "LSTM"}
+    x = torch.randn(length, 4, 64, requires_grad=True)
+    net = getattr(rg, cell)(64, 64, 2, memory="100%", **kind)
+    net(x)[0].sum().backward()
+    whole = net.fit(x).ordinary_bytes
+    with pytest.raises(rg.BudgetError) as refused:
+        net._fit_within(1, x)
+    assert refused.value.minimum_bytes <= 1.05 * whole  # a copy of a gradient comes on top
+    net.memory = refused.value.minimum_bytes
+    net(x)[0].sum().backward()
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_all_of_the_memory_is_never_refused_with_resets(bidirectional):
+    net, x = rg.GRU(64, 64, 2, bidirectional=bidirectional, memory="100%"), torch.randn(1, 4, 64)
+    assert net(x, reset=torch.ones(1, 4, dtype=torch.bool))[0].requires_grad

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import retrograde as rg
+from oracles.hooks import CHANGES, Changed
 from retrograde.scan import any_cell as cells
 
 REAL = {"dtype": torch.float64}
@@ -169,3 +170,12 @@ def test_products_that_overflow_leave_the_exact_gradient():
     with pytest.warns(RuntimeWarning, match="not finite"):
         found = gradient(backward="scan")
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("change", [name for name in CHANGES if "backward" in name])
+def test_backward_hooks_of_a_cell_are_refused(change):
+    """A scan would call them on units, not on gradients."""
+    net = nn.Sequential(nn.Linear(5, 5))
+    with Changed(change, net[0]), pytest.raises(rg.CellError, match=f"the cell has a {change}"):
+        rg.unroll(lambda x, h: (net(x + h),) * 2, torch.ones(4, 2, 5), torch.zeros(2, 5),
+                  backward="scan")  # fmt: skip

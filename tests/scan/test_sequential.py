@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import retrograde as rg
+from oracles.hooks import CHANGES, Changed
 from retrograde.errors import RetrogradeError, ScanError, UnitError
 from retrograde.scan import CSR, chain_scan
 from retrograde.scan.blelloch import most_levels
@@ -850,7 +851,7 @@ REFUSED = [
     ),
     (
         lambda: scan(hooked("register_full_backward_pre_hook"))(torch.ones(2, 3)),
-        "Linear has a backward hook",
+        "Linear has a full backward pre-hook",
     ),
     (lambda: scan(nested_and_hooked())(torch.ones(2, 3)), "Sequential has a backward hook"),
     (
@@ -972,3 +973,12 @@ def test_inputs_and_gradients_may_lie_anyhow(strided):
         grads = torch.autograd.grad(net(given), [given, *net.parameters()], seed)
         found.append(dict(enumerate(grads)))
     assert_close(*found, 1e-10)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_layer_or_chain_whose_call_does_more_is_refused(number, change):
+    net = scan(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3), nn.Tanh()), nn.Linear(3, 3))
+    x, name = torch.ones(2, 3), "no transposed Jacobian" if change[:9] == "forward o" else change
+    with Changed(change, net[number]), pytest.raises(ScanError, match=name):
+        net(x)

@@ -220,18 +220,11 @@ def _check_pair(y: Any, z: Any) -> None:
 
 def _as_cell(module: nn.Module) -> Cell:
     """Return a module as a cell; torch's own return only their state."""
-    if isinstance(module, nn.LSTMCell):
-
-        def lstm(x: Tensor, state: Any) -> tuple[Tensor, Any]:
-            h, c = module(x, state)
-            return h, (h, c)
-
-        return lstm
-    if isinstance(module, nn.RNNCell | nn.GRUCell):
+    if isinstance(module, nn.LSTMCell | nn.RNNCell | nn.GRUCell):
 
         def step(x: Tensor, state: Any) -> tuple[Tensor, Any]:
-            h = module(x, state)
-            return h, h
+            after = module(x, state)
+            return after[0] if isinstance(module, nn.LSTMCell) else after, after
 
         return step
     return module

@@ -31,7 +31,7 @@ from retrograde.run.autograd import check_schedule, refuse_both
 from retrograde.run.core import Core
 from retrograde.run.sources import Moved, Spool, Steps, Stream, TimeFirst, open_source
 from retrograde.run.streaming import Progress, TakeInput, run_stream
-from retrograde.run.transforms import refuse_transforms, uncompiled
+from retrograde.run.transforms import besides_forward, refuse_transforms, uncompiled
 from retrograde.schedule import Schedule
 from retrograde.sizes.cache import CellFits, signature
 from retrograde.sizes.footprint import step_bytes
@@ -210,7 +210,7 @@ def _check_module(module: nn.RNNBase) -> None:
         "bidirectional=True": module.bidirectional,
         f"dropout={module.dropout} between layers": dropped,
         "batch_first=True": module.batch_first,
-        "a forward hook": module._forward_hooks or module._forward_pre_hooks,
+        f"{besides_forward(module)}": besides_forward(module),
     }
     for option, given in refused.items():
         if given:

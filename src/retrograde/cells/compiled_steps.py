@@ -5,10 +5,6 @@ A small cell spends most of its time in Python and in launching operations. A co
 schedule counts blocks instead of steps, so recomputation calls the same function on the same
 blocks. The last steps of a sequence, fewer than a block, run uncompiled. Compiling them would take
 one more function for each possible number of steps.
-
-Known limits: results differ from the plain loop's by rounding, because compiled operations are
-fused. ``torch.compile`` must be able to make one graph of the cell. The cell must draw no random
-numbers and change nothing outside itself.
 """
 
 import weakref
@@ -27,6 +23,7 @@ from retrograde.replay.trees import Structure, Tensors, flatten, flatten_state
 from retrograde.run.core import Gate, as_leaf
 from retrograde.run.layout import InBlocks, Layout
 from retrograde.run.states import like_of
+from retrograde.run.transforms import besides_forward
 
 #: The number of steps in a compiled block. Twice as many take twice as long to compile, and run
 #: hardly faster.
@@ -97,6 +94,7 @@ def compiled_steps(core: StepCore) -> CompiledSteps:
 
 def _does(core: StepCore) -> str | None:
     """Return what a cell's steps do that a compiled block would not reproduce exactly, or None."""
+    besides = [one for one in map(besides_forward, core.found.parts()) if one and "hook" in one]
     if core.ambient.draws:
         return "draws random numbers"
     if core.ambient.moves or core.ambient.left:
@@ -108,6 +106,8 @@ def _does(core: StepCore) -> str | None:
             "captures tensors that were computed from one another, or from a parameter that it "
             "uses too"
         )
+    if besides:  # a compiled block would miss one that is registered later
+        return f"has {besides[0]}"
     return "has numbers in its state" if core.numbers else None
 
 

@@ -33,6 +33,7 @@ from retrograde.replay.surroundings import Ambient
 from retrograde.replay.trees import Tensors
 from retrograde.run.core import Core, Emit, Gate, Gradients, Tape, discard
 from retrograde.run.layout import InMemory, Inputs, Layout, Straight
+from retrograde.run.transforms import besides_forward
 from retrograde.sizes.footprint import footprint
 from retrograde.units import Memory, as_bytes
 
@@ -168,9 +169,8 @@ class GatedCell(nn.Module):
 def runs_by_loops(cell: GatedCell, x: Sequence[Tensor], state: Tensors) -> bool:
     """Return whether compiled loops can run a cell: one without hooks, on inputs (T, B, I), with
     all tensors in one precision."""
-    hooks = cell._forward_hooks, cell._forward_pre_hooks
-    own_forward = type(cell).forward is not GatedCell.forward
-    if own_forward or any((*hooks, cell._backward_hooks, cell._backward_pre_hooks)):
+    known = all(getattr(type(cell), n) is getattr(GatedCell, n) for n in ("forward", "_step"))
+    if not known or besides_forward(cell) is not None:
         return False
     own, size, samples = cell._weights(), cell.hidden_size, x[0].shape[1] if x[0].dim() == 3 else 0
     shapes = [(cell.gates * size, n) for n in (cell.input_size, size)]

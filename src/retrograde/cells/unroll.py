@@ -22,7 +22,13 @@ from retrograde.run.autograd import check_schedule, refuse_both, run_schedule, r
 from retrograde.run.autograd_core import Settled, run_ordinary
 from retrograde.run.core import Core
 from retrograde.run.layout import InBlocks, Inputs, Layout, Straight, check_length
-from retrograde.run.transforms import is_transformed, is_unreal, refuse_transforms, uncompiled
+from retrograde.run.transforms import (
+    besides_forward,
+    is_transformed,
+    is_unreal,
+    refuse_transforms,
+    uncompiled,
+)
 from retrograde.scan.any_cell import run_cell
 from retrograde.schedule import Schedule
 from retrograde.sizes.cache import CellFits, LRUCache, signature
@@ -148,8 +154,7 @@ class CellCall:
     @property
     def asked(self) -> list[str]:
         """The options beyond ordinary backpropagation."""
-        names = "memory", "schedule", "backward"
-        return [name for name in names if getattr(self, name) is not None]
+        return [n for n in ("memory", "schedule", "backward") if getattr(self, n) is not None]
 
     def run(self, cell: Cell, state: Any) -> tuple[Tensors, Structure, Any]:
         """Return the outputs of all steps, the structure of one step's, and the last state."""
@@ -293,8 +298,10 @@ def _check_scan(backward: Any, memory: Memory | None, schedule: Schedule | None)
 
 def _scanned(core: StepCore, leaves: Tensors, states: Tensors) -> tuple[Tensors, Tensors]:
     """Run a cell by the scan, after a check that it has a Jacobian for each sample."""
-    if core.ambient.moves:
-        does = "draws random numbers" if core.ambient.draws else "changes its buffers or attributes"
+    besides = [one for one in map(besides_forward, core.found.parts()) if one and "back" in one]
+    if core.ambient.moves or besides:
+        does = f"has {besides[0]}" if besides else "changes its buffers or attributes"
+        does = "draws random numbers" if core.ambient.draws else does
         raise CellError(
             f"the cell {does}: expected one whose steps can be run all at once; use backward=None"
         )

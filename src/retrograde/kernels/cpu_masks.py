@@ -25,11 +25,11 @@ _CHUNK = 8192  # numbers at a time, so that NumPy takes little memory
 _Words = NDArray[np.uint32]
 
 
-def drop(x: Tensor, seed: int, p: float, start: int) -> Tensor:
+def drop(x: Tensor, seed: int, p: float, start: int, sample: int = 0) -> Tensor:
     """Return x (L, B, W) after dropout with probability p.
 
     ``x`` must be contiguous, and float32 or float64. ``seed`` belongs to the call and the layer,
-    and ``start`` is the number of the first step.
+    and ``start`` and ``sample`` are the numbers of the first step and sample.
     """
     out = x.new_empty(x.shape)
     samples, width = x.shape[1:]
@@ -37,7 +37,7 @@ def drop(x: Tensor, seed: int, p: float, start: int) -> Tensor:
     limit = np.uint32(min(round(p * 2**32), 2**32 - 1))
     flat = x.view(rows, width).numpy(), out.view(rows, width).numpy()
     keep = flat[0].dtype.type(1 - p)
-    of_call = np.uint64(seed % 2**64), keep, limit, np.uint64(start), np.uint64(samples)
+    of_call = np.uint64(seed % 2**64), keep, limit, *map(np.uint64, (start, samples, sample))
     share(_drop, ranges(rows, 1 + x.numel() // _ROW_WORK), *flat, *of_call)
     return out
 
@@ -53,12 +53,12 @@ def _mixed(z: Any) -> Any:
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def _drop(
     x: NDArray[Any], out: NDArray[Any], seed: Any, keep: Any, limit: Any, start: Any, samples:
-    Any, first: int, last: int,
+    Any, begin: Any, first: int, last: int,
 ) -> None:  # fmt: skip
     zero = x.dtype.type(0)
     for row in range(first, last):
         number = np.uint64(row)
-        step, sample = start + number // samples, number % samples
+        step, sample = start + number // samples, begin + number % samples
         z = _mixed(_mixed(seed + _GAMMA * step) + _GAMMA * sample)
         low, high = np.uint32(z & np.uint64(0xFFFFFFFF)), np.uint32(z >> np.uint64(32))
         given, left = x[row], out[row]

@@ -22,13 +22,13 @@ from torch.nn.modules import container
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from retrograde.cells.any_recurrent import Recurrent
-from retrograde.models.chain_plans import is_hooked
 from retrograde.models.given import Given, made_by, tensors_in, tied
 from retrograde.models.replace_modules import is_chain
 from retrograde.models.rows import passes_through, rides
 from retrograde.models.sequential import Sequential
 from retrograde.replay.surroundings import version
 from retrograde.replay.trial import in_checkpoint
+from retrograde.run.transforms import besides_forward
 
 _BUDGETED = (nn.RNNBase, Sequential, Recurrent)
 _CHECKPOINTED = "is run again by torch.utils.checkpoint: turn the model's own checkpointing off"
@@ -281,9 +281,8 @@ def _opened(around: ModuleCall, ready: set[int]) -> list[ModuleCall]:
 
 
 def _is_sequential(module: nn.Module) -> bool:
-    calls = container.Sequential.forward
-    plain = isinstance(module, container.Sequential) and "forward" not in vars(module)
-    return plain and type(module).forward is calls and not is_hooked(module)
+    calls = type(module).forward is container.Sequential.forward
+    return calls and besides_forward(module) is None
 
 
 def _is_straight(call: ModuleCall, layers: Layers, ready: set[int]) -> bool:

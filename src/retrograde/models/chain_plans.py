@@ -9,7 +9,7 @@ Measured times decide which plan is fastest, and they vary from run to run. So a
 follow another plan; its gradient is the same, bit for bit.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,11 +26,11 @@ from retrograde.models.refill import Row
 from retrograde.models.trials import Tried, try_call
 from retrograde.plan.calls import CallSizes, Part, Way, kept_whole, peak_of, seconds_of
 from retrograde.run.core import unsaved
+from retrograde.run.transforms import besides_forward
 from retrograde.schedule import Chain
 from retrograde.units import Memory, as_bytes, format_bytes
 
 _MOST_UNITS = 200  # a plan for more takes long: neighbours are taken together
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _WRITES = (
     "layer {} writes in place to {}, which is used again: expected it to leave that as it is; give "
     "it inplace=False, or let it return a new tensor"
@@ -141,7 +141,7 @@ class ChainPlans(Plans):
         return value
 
     def _kind(self, net: nn.Sequential, input: Any) -> Known | None:
-        layers = _apart(net)
+        layers = named_layers(net, all_chains=False)
         modules, find = [layer for _, layer in layers], partial(measured, layers, input, self)
         return self.kind_of(modules, Given((input,)), find)
 
@@ -161,7 +161,8 @@ def measure_network(net: nn.Sequential, input: Any, repeats: int) -> Chain:
     """
     if not any(t.requires_grad for t in (*tensors_in(input), *net.parameters())):
         raise CellError(_NOTHING)
-    kind = measured(_apart(net), input, Plans(), repeats)
+    layers = named_layers(net, all_chains=False)
+    kind = measured(layers, input, Plans(), repeats)
     sizes = kind.sizes  # of calls that are kept whole
     held, forward, record, backward = [], [], [], []
     for size in sizes:
@@ -256,31 +257,20 @@ def _alone(value: Any, wants: Sequence[bool] | None) -> Any:
         return pytree.tree_map_only(Tensor, alone, value)
 
 
-def is_hooked(module: nn.Module) -> bool:
-    """Return whether a module has hooks, so that a call of it is more than its forward."""
-    return any(getattr(module, hooks) for hooks in _HOOKS)
+#: Chains that only call their layers in turn.
+CHAINS: set[type[nn.Module]] = {nn.Sequential}
 
 
-def named_layers(
-    net: nn.Sequential, opens: Callable[[nn.Sequential], bool], prefix: str = ""
-) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the layers with dotted names.
-
-    The layers of a nested chain without hooks are yielded one by one where ``opens`` returns true.
-    """
+def named_layers(net: nn.Module, *, all_chains: bool, prefix: str = "") -> Layers:
+    """Return the layers with dotted names, those of nested chains one by one. A chain with hooks
+    stays whole, and so does one with its own budget or scan unless ``all_chains``."""
+    found: list[tuple[str, nn.Module]] = []
     for name, layer in net._modules.items():  # one layer may stand in it twice
-        if isinstance(layer, nn.Sequential) and opens(layer) and not is_hooked(layer):
-            yield from named_layers(layer, opens, f"{prefix}{name}.")
+        assert layer is not None
+        asked = [vars(layer).get(option) for option in ("memory", "backward")]
+        opens = type(layer) in CHAINS and (all_chains or asked == [None, None])
+        if opens and besides_forward(layer) is None:
+            found += named_layers(layer, all_chains=all_chains, prefix=f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", layer
-
-
-def _apart(net: nn.Sequential) -> list[tuple[str, nn.Module]]:
-    """Return the layers of a chain; a nested chain with its own budget or scan stays whole."""
-
-    def opens(nested: nn.Sequential) -> bool:
-        options = vars(nested)
-        plain = "backward" in options and options["backward"] is options["memory"] is None
-        return type(nested) is nn.Sequential or plain
-
-    return list(named_layers(net, opens))
+            found.append((f"{prefix}{name}", layer))
+    return found

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from retrograde.errors import CellError, ScanError
-from retrograde.models.chain_plans import ChainFit, ChainPlans, named_layers
+from retrograde.models.chain_plans import CHAINS, ChainFit, ChainPlans, named_layers
 from retrograde.run.transforms import uncompiled
 from retrograde.scan.chain_scan import SCAN_CHOICES, ChainScan, ScanChoice
 from retrograde.scan.sparse.feedforward import Algorithm
@@ -156,13 +156,14 @@ class Sequential(nn.Sequential):
         return ", ".join(f"{k}={v!r}" for k, v in options if v not in (None, "auto"))
 
 
+CHAINS.add(Sequential)
 # A chain inside another layer is part of that layer's Jacobian.
 register_layer(Sequential, parts=lambda net: nn.Sequential(*net))
 
 
 def _flat(net: nn.Sequential) -> list[nn.Module]:
     """Return the layers, with the layers of nested chains in place of these."""
-    return [one for _, one in named_layers(net, lambda m: type(m) in (nn.Sequential, Sequential))]
+    return [one for _, one in named_layers(net, all_chains=True)]
 
 
 def _check_options(backward: Any, algorithm: Any, levels: Any, memory: Memory | None) -> None:

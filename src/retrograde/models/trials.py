@@ -209,7 +209,8 @@ def make_of(parts: Sequence[nn.Module]) -> Hashable:
         options = {name: own[name] for name in own.keys() - MODULE_TABLES - {"forward"}}
         simple = all(map(_is_simple, options.values()))
         hooked = any(own[name] for name in own if name.endswith("_hooks"))
-        if hooked or not simple:
+        replaced = "forward" in own and not hasattr(own["forward"], "places")  # not by a row
+        if hooked or replaced or not simple:
             return None
         tables = own["_parameters"], own["_buffers"]
         tensors = tuple(

@@ -15,6 +15,7 @@ two differ by more than rounding, all ranks repeat the backward pass by a line.
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,6 +29,7 @@ from retrograde.ranks.piece import Gradient, Piece, State, flat, unflat
 from retrograde.ranks.range_map import rows_of
 from retrograde.ranks.tree import scan
 from retrograde.recurrent.base import BudgetedRNN
+from retrograde.recurrent.dropout import Place
 from retrograde.units import parse_memory
 
 Way = Literal["linear", "tree"]
@@ -48,6 +50,7 @@ class Crossing:
         state: the initial state, empty where none was given.
         batches: the number of samples in each piece.
         gradient: whether a gradient is needed.
+        place: where this rank's steps are in the sequence, if there is dropout between layers.
     """
 
     peers: Peers
@@ -57,6 +60,7 @@ class Crossing:
     state: State
     batches: list[int]
     gradient: bool
+    place: Place | None = None
 
     def __post_init__(self) -> None:
         self.dim = 0 if self.rnn.batch_first else 1  # of samples, in inputs and outputs
@@ -76,8 +80,8 @@ class Crossing:
             return
         before = tuple(s.requires_grad_() for s in rnn._zeros(part.shape[self.dim], part))
         part = part.requires_grad_(self.x.requires_grad)
-        piece = _for_a_piece(rnn, len(self.batches))
-        piece.fit(part, before if rnn.mode == "LSTM" else before[0])
+        with self._as_piece(0):
+            rnn.fit(part, before if rnn.mode == "LSTM" else before[0])
 
     def run(self, x: Tensor, given: State) -> list[Piece]:
         """Run forward, and send each piece's final state on.
@@ -86,8 +90,9 @@ class Crossing:
             RankError: another rank does not answer.
         """
         pieces = []
-        for part, before in self._parts(x, given):
-            piece = self._run_piece(part.detach(), before, x.requires_grad)
+        for number, (part, before) in enumerate(self._parts(x, given)):
+            with self._as_piece(number):
+                piece = self._run_piece(part.detach(), before, x.requires_grad)
             if not self.peers.last:
                 sent = flat(tuple(s.detach() for s in piece.after))
                 self.peers.send(sent.to(before[0].dtype), self.peers.rank + 1)
@@ -115,18 +120,23 @@ class Crossing:
                 outputs = x.new_empty(*x.shape[:-1], before[0].shape[-1])
                 return Piece(x, before, outputs, before)
             hidden = before if rnn.mode == "LSTM" else before[0]
-            outputs, after = _for_a_piece(rnn, len(self.batches))(x, hidden)
+            outputs, after = rnn(x, hidden)
         return Piece(x, before, outputs, after if isinstance(after, tuple) else (after,))
 
-
-def _for_a_piece(rnn: BudgetedRNN, pieces: int) -> BudgetedRNN:
-    """Return the module for one piece of the batch, whose share of a budget in bytes is equal."""
-    asked = None if rnn.memory is None else parse_memory(rnn.memory)
-    if pieces == 1 or not isinstance(asked, int):
-        return rnn
-    piece = type(rnn).__new__(type(rnn))
-    vars(piece).update(vars(rnn), memory=asked // pieces)
-    return piece
+    @contextmanager
+    def _as_piece(self, number: int) -> Iterator[None]:
+        """Let the module run a piece of the batch: with an equal share of a budget in bytes, and
+        with the masks of its place."""
+        rnn, memory = self.rnn, self.rnn.memory
+        asked = None if memory is None else parse_memory(memory)
+        if self.place is not None:
+            rnn.place = self.place._replace(sample=sum(self.batches[:number]))
+        try:
+            rnn.memory = asked // len(self.batches) if isinstance(asked, int) else memory
+            yield
+        finally:
+            rnn.memory = memory
+            vars(rnn).pop("place", None)
 
 
 def cross(call: Crossing) -> tuple[Tensor, State | None]:

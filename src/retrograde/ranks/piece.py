@@ -64,23 +64,12 @@ class Piece:
 
 
 def flat(state: State) -> Tensor:
-    """Return a state, of tensors (layers, B, H), as one vector a sample (B, n).
-
-    Example:
-        >>> flat((torch.zeros(2, 5, 3), torch.ones(2, 5, 4))).shape
-        torch.Size([5, 14])
-    """
+    """Return a state, of tensors (layers, B, H), as one vector a sample (B, n)."""
     return torch.cat([s.transpose(0, 1).flatten(1) for s in state], 1)
 
 
 def unflat(vectors: Tensor, like: State) -> State:
-    """Return the state, of the shapes of another one, whose vectors are given (B, n).
-
-    Example:
-        >>> state = (torch.randn(2, 5, 3), torch.randn(2, 5, 4))
-        >>> all(map(torch.equal, unflat(flat(state), state), state))
-        True
-    """
+    """Return the state, of the shapes of another one, whose vectors are given (B, n)."""
     parts = vectors.split([s.shape[0] * s.shape[-1] for s in like], 1)
     pairs = zip(parts, like, strict=True)
     states = (p.unflatten(1, (s.shape[0], s.shape[-1])).transpose(0, 1) for p, s in pairs)

@@ -29,6 +29,7 @@ from retrograde.ranks.piece import Gradient, State
 from retrograde.ranks.tree import joined
 from retrograde.recurrent.base import BudgetedRNN
 from retrograde.recurrent.forward import room_for, run
+from retrograde.run.transforms import besides_forward
 
 _AT_ONCE = 2**19  # numbers of a step in all its chunks, beyond which more chunks do not pay
 _BLOCK_BYTES = 2**22  # bytes of a block's slopes
@@ -38,15 +39,10 @@ def has_closed_form(rnn: BudgetedRNN, x: Tensor) -> bool:
     """Return whether :func:`rows_of` works for a module and an input, as called now.
 
     Dropout, a projection and autocast have no closed form.
-
-    Example:
-        >>> import retrograde as rg
-        >>> x = torch.ones(2, 1, 3)
-        >>> [has_closed_form(rg.LSTM(3, 4, 2, **more), x) for more in ({}, {"proj_size": 2})]
-        [True, False]
     """
+    wraps = type(rnn).forward is not BudgetedRNN.forward or besides_forward(rnn) is not None
     drops = rnn.dropout > 0 and rnn.training and rnn.num_layers > 1
-    plain = not (drops or rnn.proj_size or torch.is_autocast_enabled(x.device.type))
+    plain = not (wraps or drops or rnn.proj_size or torch.is_autocast_enabled(x.device.type))
     return plain and x.dtype in (torch.float32, torch.float64)
 
 
@@ -79,15 +75,6 @@ def range_map(
     Returns:
         P, and d as the last row (B, n + 1, n); n = layers · H, or 2 · layers · H for (h, c): first
         h of each layer, then c of each.
-
-    Example:
-        >>> net = torch.nn.RNN(3, 4)
-        >>> w = Weights("RNN_TANH", *(p.detach() for p in net.parameters()))
-        >>> x, h = torch.ones(5, 2, 3), torch.zeros(1, 2, 4, requires_grad=True)
-        >>> found = range_map([w], x, (h.detach(),), torch.ones(5, 2, 4))
-        >>> net(x, h)[0].sum().backward()
-        >>> found.shape, torch.allclose(found[:, -1], h.grad[0], atol=1e-6)
-        (torch.Size([2, 5, 4]), True)
     """
     size, parts, samples = layers[0].size, len(state), x.shape[1]
     n = len(layers) * parts * size

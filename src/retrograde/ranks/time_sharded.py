@@ -22,7 +22,8 @@ from retrograde.ranks.crossing import Crossing, Way, cross
 from retrograde.ranks.peers import Peers
 from retrograde.ranks.range_map import has_closed_form
 from retrograde.recurrent.base import BudgetedRNN
-from retrograde.run.transforms import uncompiled
+from retrograde.recurrent.dropout import Place
+from retrograde.run.transforms import besides_forward, uncompiled
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,13 @@ class _Told:
     Attributes:
         trouble: why it cannot run, or "".
         alike: values that must be the same on every rank, by their names in a message.
+        steps: how many steps it has.
+        key: a number that it drew for dropout between layers, of which the first rank's is used.
     """
 
     trouble: str = ""
+    steps: int = 0
+    key: int | None = None
     alike: dict[str, Any] = field(default_factory=dict)
 
 
@@ -130,7 +135,10 @@ class TimeSharded(nn.Module):
         call, cause = None, None
         try:
             call = self._read(input, hx)
-            told = _Told(alike=self._described(call, input.dim()))
+            steps, key = call.x.shape[1 - call.dim], None
+            if self.rnn.dropout and self.rnn.training and self.rnn.num_layers > 1:
+                key = int(torch.randint(2**62, (), device=call.x.device))
+            told = _Told("", steps, key, self._described(call, input.dim()))
         except Exception as error:
             cause, told = error, _Told(str(error) or type(error).__name__)
         heard: list[_Told] = self._peers.tell(told)
@@ -147,11 +155,19 @@ class TimeSharded(nn.Module):
                     )
         self._compared = True
         assert call is not None
+        if heard[0].key is not None:
+            before = sum(other.steps for other in heard[: self._peers.rank])
+            call.place = Place(torch.tensor(heard[0].key, device=call.x.device), before)
         return call
 
     def _read(self, input: Any, hx: Any) -> Crossing:
         """Check the arguments, and make this rank's pass."""
         rnn, rank = self.rnn, self._peers.rank
+        if "backward" in (besides := besides_forward(rnn) or ""):
+            raise CellError(
+                f"the {type(rnn).__name__} has {besides}, which would get the gradients of parts: "
+                "expected none; register it on the TimeSharded, or on parameters"
+            )
         if isinstance(input, PackedSequence):
             raise CellError("the input is packed: expected a tensor; give padded sequences")
         if input.dim() not in (2, 3):
@@ -179,8 +195,8 @@ class TimeSharded(nn.Module):
             raise CellError("an input requires a gradient, but no parameter does: expected both")
         if gradient and self.way == "tree" and not has_closed_form(rnn, x):
             raise CellError(
-                "way='tree' knows no dropout between layers, no proj_size=, no autocast and no "
-                f"{x.dtype} but float32 and float64: expected none of these; give way='linear'"
+                "way='tree' knows no dropout between layers, no proj_size=, no hooks, no autocast "
+                f"and no {x.dtype} but float32 and float64: expected none; give way='linear'"
             )
         batches = _shared_out(samples, self.pieces or self._peers.size)
         call = Crossing(self._peers, rnn, self.way, x, state, batches, gradient)

@@ -23,12 +23,7 @@ from retrograde.ranks.peers import Peers
 
 
 def rounds(size: int) -> int:
-    """Return ⌈log₂ p⌉.
-
-    Example:
-        >>> [rounds(p) for p in (1, 2, 3, 4, 5, 8, 9)]
-        [0, 1, 2, 2, 3, 3, 4]
-    """
+    """Return ⌈log₂ p⌉."""
     return (size - 1).bit_length()
 
 
@@ -54,12 +49,6 @@ def joined(later: Tensor, earlier: Tensor) -> Tensor:
 
     Returns:
         The rows of both, of the shape of ``later``.
-
-    Example:
-        >>> import torch
-        >>> gradient, rows = torch.tensor([[[2.0]]]), torch.tensor([[[3.0], [1.0]]])
-        >>> joined(gradient, rows)
-        tensor([[[7.]]])
     """
     rows = later @ earlier[:, :-1]
     rows[:, -1] += earlier[:, -1]

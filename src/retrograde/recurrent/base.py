@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import PackedSequence
 from retrograde.errors import CellError, InputError
 from retrograde.plan.fit import Fit
 from retrograde.recurrent.call import Call
+from retrograde.recurrent.dropout import Place
 from retrograde.recurrent.fused import has_slopes
 from retrograde.recurrent.resets import Anew, read_starts
 from retrograde.recurrent.scheduled import find_plan
@@ -53,6 +54,8 @@ class BudgetedRNN(nn.RNNBase):
     memory: Memory | None
     backward: Backward | None
     schedule: Schedule | None
+    #: Where a call is, if it runs a part of a sequence or of a batch, with dropout between layers.
+    place: Place | None = None
 
     def __init__(
         self, input_size: int, hidden_size: int, num_layers: int = 1, bias: bool = True,
@@ -108,7 +111,10 @@ class BudgetedRNN(nn.RNNBase):
         return self._forward_as_asked(input, hx)
 
     def _is_long(self, input: Any) -> bool:
-        """Return whether torch's own pass would fail: on a GPU, cuDNN takes only so many steps."""
+        """Return whether torch's own pass would fail: on a GPU, cuDNN takes only so many steps; and
+        torch's masks do not follow from a step's place."""
+        if self.place is not None:
+            return True
         if isinstance(input, PackedSequence):
             return is_too_long(input.data, len(input.batch_sizes))
         at = 1 if self.batch_first and input.dim() == 3 else 0

@@ -17,7 +17,7 @@ from retrograde.kernels import kernels
 from retrograde.plan.fit import Fit, in_one_range
 from retrograde.recurrent.bytes import sums_at_once
 from retrograde.recurrent.core import HeldLayers
-from retrograde.recurrent.dropout import Dropout
+from retrograde.recurrent.dropout import Dropout, Place
 from retrograde.recurrent.fused import Fused, has_slopes, held_plan
 from retrograde.recurrent.plan import HeldPlan
 from retrograde.recurrent.resets import Anew
@@ -118,11 +118,11 @@ class Call:
             return self.resets
         return self.resets.divided()[number]
 
-    def masks(self, number: int, key: Tensor | None) -> Dropout | None:
+    def masks(self, number: int, place: Place | None) -> Dropout | None:
         """Return the dropout before layers of the recurrence with this number."""
-        if key is None or (self.bidirectional and number == 0):
+        if place is None or (self.bidirectional and number == 0):
             return None
-        return Dropout(float(self.module.dropout), key, number, first=self.bidirectional)
+        return Dropout(float(self.module.dropout), place, number, first=self.bidirectional)
 
     def follow(self, schedule: Schedule) -> tuple[Tensor, State]:
         """Run on torch's kernels by a given schedule."""
@@ -148,13 +148,13 @@ class Call:
 
         Returns the outputs, laid out as the inputs are, and the final state.
         """
-        key = None
-        if self.has_dropout:
-            key = torch.randint(2**62, (), device=self.x.device)
+        place = self.module.place
+        if self.has_dropout and place is None:
+            place = Place(torch.randint(2**62, (), device=self.x.device))
         x, finals = self.x, []
         nets = self.nets(_apart(self.weights))
         for number, (net, state) in enumerate(zip(nets, self.states(), strict=True)):
-            given = self.masks(number, key), self.anew(number)
+            given = self.masks(number, place), self.anew(number)
             x, final = self._run(*plan.parts[number], net, x, state, *given)
             finals.append(final)
         if len(finals) == 1:

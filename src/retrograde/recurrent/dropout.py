@@ -6,7 +6,7 @@ backward pass recomputes the mask instead of keeping it.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,16 +20,25 @@ _SPREAD, _SHORT_1, _SHORT_2 = 0x9E3779B9 - 2**32, 0x7FEB352D, 0x846CA68B - 2**32
 _ELEMENTS = {"cpu": 2**15, "cuda": 2**22}
 
 
+class Place(NamedTuple):
+    """The ``key`` of a call, a random number below 2⁶²; and the numbers of its first step and
+    sample, if it runs a part of a sequence or of a batch."""
+
+    key: Tensor
+    step: int = 0
+    sample: int = 0
+
+
 @dataclass(frozen=True)
 class Dropout:
     """Dropout that zeroes elements with probability p and divides the others by 1 − p.
 
-    ``key`` is a random number below 2⁶². ``layer`` is the number of the core's first layer in the
-    module. ``first`` says whether the core's own inputs are dropped too.
+    ``layer`` is the number of the core's first layer in the module. ``first`` says whether the
+    core's own inputs are dropped too.
     """
 
     p: float
-    key: Tensor
+    place: Place
     layer: int
     first: bool
 
@@ -47,7 +56,8 @@ class Dropout:
         if real and x.device.type == "cpu" and sizes is None and x.is_contiguous() and self.p < 1:
             from retrograde.kernels.cpu_masks import drop
 
-            return drop(x, int(self._seed(number)), self.p, int(steps[0]))
+            start = int(steps[0]) + self.place.step
+            return drop(x, int(self._seed(number)), self.p, start, self.place.sample)
         if sizes is None:
             step = steps.repeat_interleave(x.shape[1])
             sample = torch.arange(x.shape[1], device=x.device).repeat(len(steps))
@@ -56,12 +66,13 @@ class Dropout:
             step = steps.repeat_interleave(sizes)
             first = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
             sample = torch.arange(len(first), device=x.device) - first
-        seeds = _mixed(_mixed(self._seed(number) + _GAMMA * step) + _GAMMA * sample)
+        seeds = _mixed(self._seed(number) + _GAMMA * (step + self.place.step))
+        seeds = _mixed(seeds + _GAMMA * (sample + self.place.sample))
         return _Drop.apply(x, seeds, self.p)  # type: ignore[no-any-return, no-untyped-call]
 
     def _seed(self, number: int) -> Tensor:
         """Return 64 bits that depend on the call and the layer."""
-        return _mixed(self.key + (self.layer + number + 1))
+        return _mixed(self.place.key + (self.layer + number + 1))
 
 
 def _mixed(z: Tensor) -> Tensor:

@@ -4,10 +4,7 @@ If the caller holds the outputs and the sequences between layers fit, every step
 most twice. The second run computes all steps of a span by one matrix product. So the plan is a
 closed form. Spans are as long as the cache and the budget allow. The rest of the budget keeps
 gates, each of which saves a recomputation. If the sequences between layers, or an LSTM's marks, do
-not fit, ranges of steps are planned as for any other core.
-
-Plans that fit are compared by nominal time. That is operations at the rate of a machine with two
-cores, plus the costs of spans, calls and single steps. No clock is read, so a budget gives one
+not fit, ranges of steps are planned as for any other core. No clock is read, so a budget gives one
 plan.
 """
 
@@ -82,7 +79,8 @@ class Planner:
         extra: bytes that may be added at any moment.
         copied: bytes of weights' copies in the vendor's layout, and of sums for frozen weights.
         gradient_copy: bytes per step that torch's own pass takes in addition.
-        torchs: whether torch's own module computes the same.
+        torchs: whether torch's own module can run this.
+        draws: whether that would draw other masks; it is then used only where nothing else fits.
     """
 
     layers: tuple[Layer, ...]
@@ -91,6 +89,7 @@ class Planner:
     copied: int = 0
     gradient_copy: int = 0
     torchs: bool = True
+    draws: bool = False
 
     def least_bytes(self, lengths: Sequences) -> int:
         """Return the smallest budget for held layers."""
@@ -129,8 +128,8 @@ class Planner:
             # zeros for its gradient, and the gradient of the initial state.
             usual += 3 * sum(layer.state for layer in self.layers)
         minimum = min(least, usual) if self.torchs else least
-        if self.torchs and asks_for_all(memory):
-            budget = max(budget, usual)  # all that torch's own pass takes
+        if asks_for_all(memory):
+            budget = max(budget, usual if self.torchs else least)
         if budget < minimum:
             raise refusal(length, memory, budget, minimum, ordinary)
         told = {"budget_bytes": budget, "ordinary_bytes": ordinary, "minimum_bytes": minimum}
@@ -168,6 +167,8 @@ class Planner:
     def _lags(self, lengths: Sequences) -> bool:
         """Return whether torch's own pass is faster, if there is memory for it."""
         layer = self.layers[0]
+        if self.draws:
+            return False
         by_onednn = layer.kind == "LSTM" and layer.item == 4 and len(lengths.runs) == 1
         wide = by_onednn and 4 * layer.size * (layer.size + layer.width) > _ONEDNN_WEIGHTS
         few = lengths.length < _FEW_STEPS["oneDNN" if by_onednn else layer.kind]

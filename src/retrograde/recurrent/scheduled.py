@@ -9,8 +9,6 @@ All other calls run torch's kernels in ranges by a schedule. Among them are proj
 and on a GPU float64 and packed batches. The bytes of their ranges are measured once for the shapes
 and the budget, and cached. Calls of like length share them (``Call.measured_length``). Layers in
 two directions are then refused below what torch's own module takes.
-
-Measurements use leaves that share the weights' memory; the graph of computed weights stays intact.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,6 +23,7 @@ from retrograde.kernels.cells import Weights
 from retrograde.plan.fit import Curve, Fit, Footprint, refusal
 from retrograde.recurrent.bytes import Layer, Means, stacked, sums_at_once
 from retrograde.recurrent.call import Call, Plan
+from retrograde.recurrent.dropout import Place
 from retrograde.recurrent.fastest import candidate, fit_measured
 from retrograde.recurrent.forward import forward_bytes, forward_curve
 from retrograde.recurrent.fused import Fused, has_slopes, held_plan, run_held
@@ -59,12 +58,7 @@ def find_plan(call: Call, memory: Memory) -> Plan:
 
 
 def fit_held(call: Call, memory: Memory | None) -> Plan:
-    """Return the plan of held layers within a budget.
-
-    Raises:
-        BudgetError: the budget is too small; the message names the least budget.
-        CellError: the bytes of the call cannot be measured.
-    """
+    """Return the plan of held layers within a budget; raises as :func:`find_plan`."""
     call.check_measurable()
     rows = Rows(call.length, call.sizes)
     lengths = Sequences(call.length, call.batch, None if call.sizes is None else rows.offsets)
@@ -125,7 +119,8 @@ def _held_planner(call: Call, ordinary: Ordinary, memory: Memory | None) -> Plan
         extra=_extra_bytes(call),
         copied=copied + max(4, x.itemsize) * max(frozen),
         gradient_copy=ordinary.gradient_copy,
-        torchs=not (call.has_dropout or call.resets or is_too_long(x, call.length)),
+        torchs=not (call.resets or is_too_long(x, call.length)),
+        draws=call.has_dropout,
     )
 
 
@@ -170,11 +165,7 @@ class Ranges:
 
 
 def measure_ranges(call: Call, memory: Memory | None) -> Ranges:
-    """Measure the bytes of the ranges of a call that is one recurrence.
-
-    Raises:
-        CellError: the bytes of the call cannot be measured.
-    """
+    """Measure the bytes of the ranges of a call that is one recurrence; raises CellError."""
     call.check_measurable()
     ordinary = _ordinary(call, memory)
     usual = Curve(((call.length, ordinary(call.length, len(call.x))),))
@@ -184,8 +175,8 @@ def measure_ranges(call: Call, memory: Memory | None) -> Ranges:
         packed = torch.full((call.length,), call.batch, device="cpu")
     x.requires_grad_(call.x.requires_grad)
     (net,), (state,) = call.nets(stand_ins(call.weights)), call.states()
-    key = torch.zeros((), dtype=torch.int64, device=x.device) if call.has_dropout else None
-    dropout = call.masks(0, key)
+    key = torch.zeros((), dtype=torch.int64, device=x.device)
+    dropout = call.masks(0, Place(key) if call.has_dropout else None)
     extra = _extra_bytes(call) + copied_bytes(net, apart=dropout is not None)
     net = laid_out(net, apart=dropout is not None)
     scans = call.module.backward == "scan" and has_slopes(net)
@@ -215,7 +206,15 @@ def _fit_ranges(call: Call, memory: Memory) -> Plan:
         exact = measure_whole(call) - ordinary.gradient_copy * length
         usual = max(exact, size.ordinary(length))
         size = replace(size, ordinary=Curve(((length, usual),)))
-    fit, size = fit_measured(found.core, found.inputs, found.state, memory, size)
+    try:
+        fit, size = fit_measured(found.core, found.inputs, found.state, memory, size)
+    except BudgetError as refused:  # of a few steps, torch's own pass may take less
+        if size.ordinary_bytes(length) > max(budget, refused.minimum_bytes):
+            raise
+        try:
+            return _fit_whole(call, memory)
+        except BudgetError as other:
+            raise min(refused, other, key=lambda one: one.minimum_bytes) from None
     found.known[:] = [size]  # with the lengths that were measured now
     least = min(size.least_bytes(length), fit.minimum_bytes)
     parts = () if fit.ordinary else ((found.core.kernel, fit.schedule),)
@@ -223,11 +222,7 @@ def _fit_ranges(call: Call, memory: Memory) -> Plan:
 
 
 def _fit_whole(call: Call, memory: Memory) -> Plan:
-    """Return the plan of torch's own module, or refuse: no other runs these layers.
-
-    Raises:
-        BudgetError: the budget is below what that module takes.
-    """
+    """Return the plan of torch's own module; raises BudgetError."""
     known = _ordinary(call, memory)
     ordinary = known(call.length, len(call.x))
     usual = ordinary + known.gradient_copy * call.length + _extra_bytes(call)
@@ -235,12 +230,10 @@ def _fit_whole(call: Call, memory: Memory) -> Plan:
         usual = max(usual, measure_whole(call))
     budget = max(as_bytes(memory, ordinary), usual if asks_for_all(memory) else 0)
     if budget < usual:
-        raise BudgetError(
-            f"{refusal(call.length, memory, budget, usual, ordinary)}; or use one direction: with "
-            "projections, autocast or half precision, and on a GPU with float64 or packed batches, "
-            "layers in two directions are run by torch's own module only",
-            usual,
-        )
+        why = "; or use one direction: with projections, autocast or half precision, and on a GPU "
+        why += "with float64 or packed batches, layers in two directions are run by torch's own "
+        why = f"{why}module only" if call.bidirectional else ""
+        raise BudgetError(f"{refusal(call.length, memory, budget, usual, ordinary)}{why}", usual)
     told = {"budget_bytes": budget, "ordinary_bytes": ordinary, "minimum_bytes": usual}
     return _plan(call, None, ordinary_fit(call.length, peak_bytes=usual, **told))
 

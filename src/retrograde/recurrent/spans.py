@@ -51,10 +51,6 @@ def cut(
 
     A span has at most ``block`` rows, or one step where even that has more. ``sizes`` gives the
     number of sequences at each step of a packed batch.
-
-    Example:
-        >>> [(p.start, p.stop, p.samples) for p in cut(0, 5, 6, 3, [3, 3, 3, 1, 1])]
-        [(0, 2, 3), (2, 3, 3), (3, 5, 1)]
     """
     bounds = [start, stop]
     if sizes is not None:
@@ -118,12 +114,7 @@ def step_numbers(kind: Kind, inputs: int, size: int) -> int:
 def sequential_block(
     kind: Kind, samples: int, inputs: int, size: int, dtype: torch.dtype, device: str
 ) -> int:
-    """Return the steps of a block that fits the cache, of B samples, inputs I, states H.
-
-    Example:
-        >>> sequential_block("GRU", 16, 24, 20, torch.float32, "cpu")
-        264
-    """
+    """Return the steps of a block that fits the cache, of B samples, inputs I, states H."""
     step = step_numbers(kind, inputs, size) * samples * max(4, dtype.itemsize)
     block = max(1, _BLOCK_BYTES.get(device, _BLOCK_BYTES["cuda"]) // step)
     return max(block, _ROWS // max(1, samples))
@@ -135,10 +126,6 @@ def scan_lengths(
     """Return the steps of a block of a scan over T steps, and those of a chunk.
 
     The chunk L has the least latency, 2 L + T / L.
-
-    Example:
-        >>> scan_lengths("RNN_TANH", 1000, 16, 24, 20, torch.float32, "cpu")
-        (1738, 22)
     """
     chunk = max(1, min(round(math.sqrt(length / 2)), length))
     state = size * (2 if kind == "LSTM" else 1)

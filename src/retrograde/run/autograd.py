@@ -25,7 +25,7 @@ from retrograde.run.executor import Run
 from retrograde.run.layout import ROWS, Inputs, Layout, Straight, steps_of
 from retrograde.run.second_order import differentiable_gradients
 from retrograde.run.states import with_attributes
-from retrograde.run.transforms import NO_FORWARD_MODE, refuse_batches, uncompiled
+from retrograde.run.transforms import no_forward_mode, refuse_batches, uncompiled
 from retrograde.schedule import Schedule
 from retrograde.units import Memory
 
@@ -213,7 +213,7 @@ class _Recurrence(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise RetrogradeError(NO_FORWARD_MODE)
+        raise RetrogradeError(no_forward_mode())
 
 
 def _is_real(t: Tensor) -> bool:

@@ -24,13 +24,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from retrograde.errors import CellError, RetrogradeError
 from retrograde.replay.captured import LeafWatch
 from retrograde.replay.trees import Tensors
-from retrograde.run.core import Core, Emit, Gate, Gradients, Tape, as_leaf, window
+from retrograde.run.core import Core, Emit, Gate, Gradient, Gradients, Tape, as_leaf, window
 from retrograde.run.layout import Inputs, Layout, steps_of
 from retrograde.run.prints import Prints
 from retrograde.run.states import each_once, entry, renewed, renewed_apart
 from retrograde.schedule import Action, Backward, Load
-
-Gradient = Tensor | None
 
 _NOTHING = torch.empty(0, device="cpu")
 _NO_SECOND_ORDER = (

@@ -138,13 +138,7 @@ class ByRows(Layout):
 
 @dataclass(frozen=True)
 class Straight(ByRows):
-    """Step t of every tensor is its row t.
-
-    Example:
-        >>> inputs = Straight(5, fused=False).read([torch.zeros(5, 2), torch.ones(5, 3)])
-        >>> len(inputs), [tuple(t.shape) for t in inputs[1:4]], inputs[4][1].tolist()
-        (5, [(3, 2), (3, 3)], [1.0, 1.0, 1.0])
-    """
+    """Step t of every tensor is its row t."""
 
     length: int
     fused: bool
@@ -167,10 +161,6 @@ class Rows(ByRows):
     Inputs are (T, B, …), or (rows, …) if ``sizes`` (T,) says how many sequences have each step,
     longest first. The leaves of a call are its rows of the inputs, the numbers of its steps if
     ``numbered``, and its sizes if packed.
-
-    Example:
-        >>> Rows(4, sizes=torch.tensor([3, 2, 2, 1])).rows(slice(1, 3))
-        slice(3, 7, None)
     """
 
     length: int

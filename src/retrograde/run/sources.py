@@ -118,10 +118,7 @@ class TimeFirst:
         shape = pytree.tree_map(lambda leaf: None if leaf is None else stand_in, inputs)
         _, structure = flatten(shape, "inputs")
         leaves = [leaf for leaf in pytree.tree_leaves(inputs) if leaf is not None]
-        there = check_length(leaves)
-        if length is not None and length > there:
-            raise CellError(f"the inputs have {there} steps: expected {length}, as length= says")
-        return cls(leaves, structure, there if length is None else length)
+        return cls(leaves, structure, _told(length, range(check_length(leaves))))
 
     def __len__(self) -> int:
         return self.length
@@ -173,11 +170,6 @@ class Spool:
 
     Items are pulled when they are needed, once, and in their order. Random numbers that the
     iterator draws come from a stream of their own, so a cell's are the same in every rerun.
-
-    Example:
-        >>> spool = Spool(iter([torch.zeros(2), torch.ones(2)]), torch.device("cpu"))
-        >>> spool(1), spool(0)
-        (tensor([1., 1.]), tensor([0., 0.]))
     """
 
     def __init__(self, items: Iterator[Any], device: torch.device) -> None:

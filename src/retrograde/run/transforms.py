@@ -1,4 +1,4 @@
-"""Transforms that must not enter a budgeted recurrence.
+"""Transforms that must not enter a budgeted recurrence, and hooks that a fused form would miss.
 
 They are torch.compile, torch.func and forward-mode autograd. ``torch.compile`` traces Python, but
 this code inspects graphs, versions and generators, which no trace has. So it is excluded, and
@@ -18,6 +18,7 @@ from torch._C import _functorch, _TorchDispatchModeKey
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
+from torch.nn.modules import module as of_modules
 
 from retrograde.errors import RetrogradeError
 
@@ -29,8 +30,38 @@ _MODES = (_TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.PROXY, _TorchDispatc
 #: Whether ``torch.export`` is running, which must see torch's own forward pass.
 is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
 
+# The tables of a module's hooks. Torch has a global one for each, for all modules.
+_HOOKS = {
+    "_backward_pre_hooks": "a full backward pre-hook",
+    "_backward_hooks": "a backward hook",
+    "_forward_pre_hooks": "a forward pre-hook",
+    "_forward_hooks": "a forward hook",
+}
 
-def _no_forward_mode(options: Sequence[str]) -> str:
+
+def besides_forward(module: nn.Module) -> str | None:
+    """Return what a call of a module does that its class's ``forward`` does not; None if nothing.
+
+    Only where it is None may anything stand in for the call, such as a compiled loop.
+
+    Example:
+        >>> net = nn.LSTM(3, 4)
+        >>> handle = net.register_forward_hook(print)
+        >>> besides_forward(net), besides_forward(nn.LSTM(3, 4))
+        ('a forward hook', None)
+    """
+    for table, name in _HOOKS.items():
+        if getattr(module, table):
+            return name
+        if getattr(of_modules, f"_global{table}"):
+            return f"{name} of all modules"
+    if "forward" in vars(module):
+        return "a forward of its own"
+    return None if type(module).__call__ is nn.Module.__call__ else "a __call__ of its own"
+
+
+def no_forward_mode(options: Sequence[str] = ("memory",)) -> str:
+    """Return the message that refuses forward-mode derivatives with some options."""
     given = " and ".join(f"{name}=" for name in options)
     remedy = " and ".join(f"{name}=None" for name in options)
     return (
@@ -40,16 +71,8 @@ def _no_forward_mode(options: Sequence[str]) -> str:
     )
 
 
-NO_FORWARD_MODE = _no_forward_mode(["memory"])
-
-
 def uncompiled(fn: F) -> F:
-    """Exclude ``torch.compile`` from a function and everything that it calls.
-
-    Example:
-        >>> uncompiled(len)([1, 2])
-        2
-    """
+    """Exclude ``torch.compile`` from a function and everything that it calls."""
     disabled: list[Any] = []
 
     @functools.wraps(fn)
@@ -68,10 +91,6 @@ def is_unreal(tensors: Iterable[Tensor]) -> bool:
 
     Such tensors have no bytes, so nothing may be measured or kept. The call should run torch's own
     operations, as where no gradient is needed. The check takes a few µs.
-
-    Example:
-        >>> is_unreal([torch.ones(2)]), is_unreal([torch.ones(2, device="meta")])
-        (False, True)
     """
     if any(torch._C._get_dispatch_mode(mode) is not None for mode in _MODES):
         return True
@@ -96,7 +115,7 @@ def refuse_transforms(tensors: Iterable[Tensor], options: Sequence[str] = ("memo
         RetrogradeError: :func:`is_transformed` holds, or ``torch.jit.trace`` is running.
     """
     if is_transformed(tensors):
-        raise RetrogradeError(_no_forward_mode(options))
+        raise RetrogradeError(no_forward_mode(options))
     if torch._C._is_tracing():
         given = " and ".join(f"{name}=" for name in options)
         raise RetrogradeError(

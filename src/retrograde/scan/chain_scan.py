@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from retrograde.errors import RetrogradeError, ScanError
 from retrograde.replay.captured import foreign_tensors
 from retrograde.replay.surroundings import muted_hooks
-from retrograde.run.transforms import refuse_transforms
+from retrograde.run.transforms import besides_forward, refuse_transforms
 from retrograde.scan.blelloch import most_levels
 from retrograde.scan.sparse.arithmetic import sparse_kernels
 from retrograde.scan.sparse.feedforward import (
@@ -246,11 +246,11 @@ def _check_call(layers: Sequence[nn.Module], input: Any) -> None:
         raise ScanError("the input has no samples: expected at least one; leave the batch out")
     for layer in layers:
         for each in layer.modules():
-            if each._backward_hooks or each._backward_pre_hooks:
+            if "backward" in (besides := besides_forward(each) or ""):
                 raise ScanError(
-                    f"{type(each).__name__} has a backward hook, which a scan over Jacobians would "
-                    "not pass through: expected none on the layers; hook the Sequential itself, or "
-                    "its parameters, or use backward=None"
+                    f"{type(each).__name__} has {besides}, which a scan over Jacobians would not "
+                    "pass through: expected none on the layers; hook the Sequential itself, or its "
+                    "parameters, or use backward=None"
                 )
 
 

@@ -757,9 +757,7 @@ def test_a_hook_may_look_but_not_change():
         assert seen == [layer, layer]
         seen.clear()
         handle = layer.register_forward_hook(lambda m, args, y: 2 * y)
-        text = (
-            f"a forward hook of {type(layer).__name__} changed .*: expected hooks that only observe"
-        )
+        text = f"a forward .*hook of {type(layer).__name__} changed .*: expected hooks that only"
         with pytest.raises(ScanError, match=text):
             transposed_jacobian(layer, torch.ones(2, 3))
         handle.remove()

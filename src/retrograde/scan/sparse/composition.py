@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.module import _global_forward_hooks, _global_forward_pre_hooks
 from torch.nn.utils.parametrize import cached
 
 from retrograde.errors import ScanError
+from retrograde.run.transforms import besides_forward
 from retrograde.scan.sparse.csr import CSR, LayerJacobian
 from retrograde.scan.sparse.pattern import Pattern
 from retrograde.scan.sparse.rules import Rule, parts_of, rule_of
@@ -146,8 +146,8 @@ def _through(
     layer: nn.Module, x: Tensor, run: Callable[[Tensor], tuple[Tensor, Path]]
 ) -> tuple[Tensor, Path]:
     """Call a layer with its hooks; refuse hooks that change its input or its output."""
-    hooks = layer._forward_hooks, layer._forward_pre_hooks
-    if not any((*hooks, _global_forward_hooks, _global_forward_pre_hooks)):
+    besides = besides_forward(layer)
+    if besides is None:
         return run(x)
     seen: list[tuple[Tensor, Tensor, Path]] = []
 
@@ -164,8 +164,8 @@ def _through(
     ((given, made, path),) = seen
     if given is not x or y is not made:
         raise ScanError(
-            f"a forward hook of {type(layer).__name__} changed the layer's input or output, and "
-            "its Jacobian does not include that: expected hooks that only observe; move the change "
+            f"{besides} of {type(layer).__name__} changed the layer's input or output, and its "
+            "Jacobian does not include that: expected hooks that only observe; move the change "
             "into a layer, or use backward=None"
         )
     return y, path
