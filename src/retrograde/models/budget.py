@@ -20,9 +20,10 @@ that it appends to, for example). The forward pass of the model must not differe
 of the parts.
 """
 
+import warnings
 from bisect import bisect_right
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +35,7 @@ from retrograde.errors import BudgetError, CellError
 from retrograde.models.call_order import CallOrder
 from retrograde.models.given import tensors_in
 from retrograde.models.replace_modules import is_chain
-from retrograde.models.rows import CalledRow, RefusedLayerError, release
+from retrograde.models.rows import CalledRow, RefusedLayerError, install, released
 from retrograde.models.sample_run import (
     Watched,
     WatchedModule,
@@ -42,6 +43,7 @@ from retrograde.models.sample_run import (
     WatchedRows,
     bytes_of_a_pass,
     called_in_turn,
+    draw,
     untouched,
     what_is_elsewhere,
 )
@@ -50,6 +52,8 @@ from retrograde.units import Memory, aligned, as_bytes, format_bytes, parse_memo
 
 _TOLD = 3  # the most reasons in one message
 _NO_USE = "hardly holds more than it has to: a budget would gain nothing"
+_REST = "takes {} at a time of its own: no budget of the budgeted modules lowers it"
+_LITTLE, _TRIES = 1 / 50, 4  # of what ordinary backpropagation takes; of plans within a budget
 _FINENESS = 2**40  # λ is a multiple of 1 / this, which is finer than a byte of any memory
 
 
@@ -85,6 +89,8 @@ class Division:
         elsewhere_bytes: what the rest of the model holds or keeps for later, beyond the budget.
         peak_bytes: the working memory of a pass of the whole model on the sample with this budget,
             as measured; it is 0 if such a pass raises.
+        rest_bytes: the peak of the rest of the model, if these modules never take more beside what
+            it holds; 0 otherwise. No budget of theirs lowers it.
     """
 
     model: nn.Module = field(repr=False)
@@ -96,6 +102,7 @@ class Division:
     refused: dict[str, str] = field(default_factory=dict)
     elsewhere_bytes: int = 0
     peak_bytes: int = 0
+    rest_bytes: int = 0
 
     def __str__(self) -> str:
         kind = type(self.model).__name__
@@ -112,6 +119,8 @@ class Division:
         told = [f"budgeted modules hold {format_bytes(held)} of the model's {format_bytes(most)}"]
         if self.peak_bytes:
             told[0] += f"; a pass within the budget takes {format_bytes(self.peak_bytes)} in all"
+        if self.rest_bytes:
+            told.append(f"the rest of the model {_REST.format(format_bytes(self.rest_bytes))}")
         told += [f"left as it was, with nothing to backpropagate: {names[n]}" for n in self.left]
         told += [f"left as it was: {name} {reason}" for name, reason in self.refused.items()]
         return "\n".join([aligned(rows), *told])
@@ -170,20 +179,98 @@ def budget(model: nn.Module, memory: Memory, sample: Any) -> Division:
     ordinary = sum(one.used(one.ordinary_bytes) for one in needs)
     least = sum(one.used(one.minimum_bytes) for one in needs)
     total = as_bytes(memory, ordinary)
-    if isinstance(parse_memory(memory), int) and total < elsewhere:
-        raise BudgetError(_elsewhere(memory, total, ordinary, elsewhere), max(least, elsewhere))
-    if total < least:
-        raise BudgetError(_too_little(memory, total, least, ordinary, needs), least)
-    shares = {}
-    release(model.modules())
-    for one, part in zip(needs, _divide(needs, total), strict=True):
-        for each, size in one.give(part):
-            calls = sum(each.calls.values())
-            shares[each.name] = Share(calls, size, each.minimum_bytes, each.ordinary_bytes)
+    with _unless_refused(model):
+        kept = _Kept(model, sample, needs, ordinary, elsewhere + useless)
+        if total < least:
+            least = kept.least(least)
+            raise BudgetError(_too_little(memory, total, least, ordinary, needs), least)
+        if (most := kept.within(total, least)) > total:
+            raise BudgetError(_too_little(memory, total, most, ordinary, needs), most)
     left = tuple(one.name for one in watched if not one.calls)
-    elsewhere += useless
-    peak = bytes_of_a_pass(model, sample)
-    return Division(model, shares, left, total, least, ordinary, refused, elsewhere, peak)
+    return Division(
+        model, kept.shares, left, total, least, ordinary, refused, kept.elsewhere,
+        kept.peak, kept.rest,
+    )  # fmt: skip
+
+
+class _Kept:
+    """A budget that is kept, as a pass on the sample shows.
+
+    Attributes:
+        shares: of the parts, as they were given last.
+        peak: the working memory of a pass with these; 0 if it raises.
+        elsewhere: what the rest of the model holds.
+        rest: its own peak, if that is more than the parts ever add to what it holds.
+    """
+
+    def __init__(
+        self, model: nn.Module, sample: Any, needs: Sequence[Watched], ordinary: int, elsewhere: int
+    ) -> None:
+        self.model, self.sample, self.needs = model, sample, needs
+        self.ordinary, self.elsewhere, self.rest, self.peak = ordinary, elsewhere, 0, 0
+        self.shares: dict[str, Share] = {}
+
+    def give(self, total: int) -> int:
+        """Give the parts so many bytes together. Return what a pass takes beyond the rest's."""
+        self.shares = {}
+        for one, part in zip(self.needs, _divide(self.needs, total), strict=True):
+            for each, size in one.give(part):
+                calls = sum(each.calls.values())
+                share = Share(calls, size, each.minimum_bytes, each.ordinary_bytes)
+                self.shares[each.name] = share
+        install(self.model, [row for one in self.needs for row in one.called_rows])
+        self.peak = bytes_of_a_pass(self.model, self.sample)
+        return self.peak - self.elsewhere
+
+    def least(self, least: int) -> int:
+        """Return the least budget that is kept, if the parts can do with ``least``."""
+        taken = self.give(least)
+        return least if self._is_rest(taken) or self._is_little(taken - least) else taken
+
+    def within(self, total: int, least: int) -> int:
+        """Give the parts what keeps a pass within a budget. Return the least budget that is kept if
+        none does."""
+        more, given = self.give(total) - total, total
+        if self._is_little(more) or (total >= self.ordinary and not self._is_rest(more + total)):
+            self.elsewhere += max(0, more)
+            return total
+        for left in reversed(range(_TRIES)):
+            given = max(least, given - more) if left else least
+            more = self.give(given) - total
+            if more <= 0 or given == least:
+                break
+        if more <= 0:
+            return total
+        if self._is_rest(more + total):
+            self.give(total)
+            self.rest, self.elsewhere = self.peak, self.peak - self.ordinary
+            warnings.warn(
+                f"the rest of the model {_REST.format(format_bytes(self.rest))}", stacklevel=3
+            )
+            return total
+        return total + more
+
+    def _is_little(self, more: int) -> bool:
+        return more <= _LITTLE * (self.ordinary + self.elsewhere)
+
+    def _is_rest(self, taken: int) -> bool:
+        """Return whether a pass takes at least as much as ordinary backpropagation is told to."""
+        return taken >= (1 - _LITTLE) * self.ordinary
+
+
+@contextmanager
+def _unless_refused(model: nn.Module) -> Iterator[None]:
+    """Leave the classes and attributes of all modules as they were, if a block raises."""
+    every = [(m, type(m), vars(m)) for m in model.modules()]
+    before = [(*one, {name: one[2][name] for name in dict.__iter__(one[2])}) for one in every]
+    try:
+        yield
+    except BaseException:
+        for module, kind, own, were in before:
+            object.__setattr__(module, "__class__", kind)
+            own.clear()
+            own.update(were)
+        raise
 
 
 def _check(model: nn.Module, sample: Any) -> None:
@@ -220,15 +307,15 @@ def _watched(
         watched += [WatchedRow(run, order.tied_from(run)) for run in order.preferred]
         events = list[CalledRow]()
         try:
-            with untouched(model), torch.enable_grad(), ExitStack() as stack:
-                release(model.modules())
+            with released(model), untouched(model), torch.enable_grad(), ExitStack() as stack:
                 for one in watched:
                     stack.enter_context(one.watched())
                 rows = [one.row for one in watched if isinstance(one, WatchedRow)]
                 for row in rows:
                     row.events = events
                 modules = [one for one in watched if isinstance(one, WatchedModule)]
-                elsewhere = what_is_elsewhere(model, sample, [*rows, *modules])
+                draw(order.fill)
+                elsewhere = what_is_elsewhere(model, sample, [*rows, *modules], order.fill)
         except RefusedLayerError as refusal:
             refused[refusal.name] = refusal.reason
             order.refuse(type(refusal.layer))
@@ -279,13 +366,4 @@ def _too_little(
         f"({format_bytes(least)}) together, that is {least / ordinary:.2%} of ordinary "
         f"backpropagation's; most of it is for {most.title}: raise the budget, or make the batch "
         "or the state smaller"
-    )
-
-
-def _elsewhere(memory: Memory, total: int, ordinary: int, elsewhere: int) -> str:
-    held, whole = format_bytes(elsewhere), format_bytes(ordinary + elsewhere)
-    return (
-        f"the memory {memory!r} is {total} bytes ({format_bytes(total)}), but what cannot be "
-        f"budgeted holds {elsewhere} bytes ({held}) of the model's {whole}: raise the budget, make "
-        "the batch smaller, or give a share, such as '50%', of the budgeted modules' memory alone"
     )

@@ -43,9 +43,8 @@ class ModuleCall:
 
     Attributes:
         checkpoints: whether torch.utils.checkpoint runs it, or a call within it.
-        given: the number of each tensor that is an argument, by position or name. A write to a
-            tensor gives it another number.
-        more: the numbers of tensors inside other arguments, such as lists.
+        given: the numbers of the tensors in each argument that has some, by position or name. A
+            write to a tensor gives it another number.
         slot: the argument that is the state, in a run.
         made: the numbers of the returned tensors that lie in memory of their own.
         refusal: why it cannot be a layer of a run, or None; "" if a user could not help it.
@@ -56,8 +55,7 @@ class ModuleCall:
     name: str
     module: nn.Module
     checkpoints: bool = False
-    given: dict[int | str, int] = field(default_factory=dict)
-    more: set[int] = field(default_factory=set)
+    given: dict[int | str, set[int]] = field(default_factory=dict)
     slot: int | str = 0
     made: set[int] = field(default_factory=set)
     refusal: str | None = None
@@ -65,8 +63,12 @@ class ModuleCall:
     held: int = 0
 
     def slot_of(self, numbers: Collection[int]) -> int | str | None:
-        """Return the first argument that was a tensor with one of these numbers."""
-        return next((slot for slot, given in self.given.items() if given in numbers), None)
+        """Return the first argument that has a tensor with one of these numbers."""
+        return next((slot for slot, given in self.given.items() if given & {*numbers}), None)
+
+    @property
+    def reads(self) -> set[int]:
+        return set().union(*self.given.values())
 
 
 #: Layers that are called one after the other.
@@ -112,11 +114,8 @@ def noted(model: nn.Module) -> Iterator[ModuleCall]:
         call, begun = stack.pop()
         assert call.module is module
         named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-        for slot, value in named:
-            if isinstance(value, Tensor):
-                call.given[slot] = number(value, begun)
-            else:
-                call.more |= {number(t, begun) for t in tensors_in(value)}
+        given = {slot: {number(t, begun) for t in tensors_in(value)} for slot, value in named}
+        call.given = {slot: numbers for slot, numbers in given.items() if numbers}
         made = made_by(result, (args, kwargs))
         is_outermost = call.checkpoints and not stack[-1][0].checkpoints
         call.checkpoints |= any(one.checkpoints for one in call.inside)
@@ -132,13 +131,14 @@ def noted(model: nn.Module) -> Iterator[ModuleCall]:
         call.made = {number(t) for t in (found if rides(module) else made) if t is not None}
         call.held = sum(one.held for one in call.inside)
         if not call.inside:
-            given = {id(t) for t in tensors_in(args)}
-            call.held = sum(t.nbytes for t in found if id(t) not in given)
+            theirs = {id(t) for t in tensors_in(args)}
+            call.held = sum(t.nbytes for t in found if id(t) not in theirs)
 
     handles = []
     for module in model.modules():
         handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        handles.append(module.register_forward_hook(after, with_kwargs=True))
+        # Before other hooks: what one of them returns in place of a result is not the layer's.
+        handles.append(module.register_forward_hook(after, prepend=True, with_kwargs=True))
     try:
         with torch.no_grad():
             yield top
@@ -162,6 +162,7 @@ class CallOrder:
         self.names = [call.name for call in self.every]
         self.preferred: list[Layers] = []  # the runs that should become chains
         self.refused: dict[str, str] = {}  # those that cannot, and the reasons
+        self.fill: float | None = None  # what numbers are to be drawn, so that all layers run
 
     def runs(self) -> list[Layers]:
         """Return the runs of calls, the outermost possible; small runs are ignored.
@@ -218,7 +219,7 @@ class CallOrder:
         calls = _opened(around, self.ready)
         uses = _uses(calls)
         for call in calls:
-            if current and rides(call.module) and {call.given.get(0)} == current[-1].made:
+            if current and rides(call.module) and call.given.get(0) == current[-1].made:
                 current.append(call)
                 continue
             within = self._runs(call, large) if call.held > large else []
@@ -290,7 +291,7 @@ def _is_straight(call: ModuleCall, layers: Layers, ready: set[int]) -> bool:
     if id(call) not in ready:
         return False
     uses = _uses(layers)
-    if rides(layers[0].module) or not {*layers[0].given.values()} & {*call.given.values()}:
+    if rides(layers[0].module) or not layers[0].reads & call.reads:
         return False
     for layer, after in pairwise(layers):
         if after.slot_of(layer.made) is None or max(uses[n] for n in layer.made) > 1:
@@ -299,9 +300,9 @@ def _is_straight(call: ModuleCall, layers: Layers, ready: set[int]) -> bool:
     return usable and layers[-1].made == call.made
 
 
-def _uses(calls: Layers) -> Counter[int | None]:
+def _uses(calls: Layers) -> Counter[int]:
     """Count, for each tensor, the calls that are given it."""
-    return Counter(n for call in calls for n in call.more | {*call.given.values()})
+    return Counter(n for call in calls for n in call.reads)
 
 
 def _is_plain(module: nn.Module) -> bool:

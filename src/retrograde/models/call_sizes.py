@@ -205,12 +205,12 @@ class Known:
 
     Attributes:
         active: of called layers, those that do not just return their input.
-        units: of their calls, as far as they were measured.
-        sizes: of these.
+        units, raw, sizes: of their calls, as far as they were measured.
         plans: by budget.
         tied: the weights that several calls have.
         kept: what the model keeps for later: 0 is the first input, k the output of call k − 1.
         lingers: pairs of a call and such a state, which is still there while the call first runs.
+        most: bytes that the operations of calls made whose sizes depend on data.
     """
 
     active: Sequence[int] = ()
@@ -220,6 +220,8 @@ class Known:
     tied: Weights = frozenset()
     kept: set[int] = field(default_factory=set)
     lingers: set[tuple[int, int]] = field(default_factory=set)
+    raw: list[CallSizes] = field(default_factory=list)
+    most: dict[int, int] = field(default_factory=dict)
 
     def add(self, unit: Unit, found: CallSizes, *, last: bool) -> None:
         """Add the next call. What it hands on of what the call before made is held throughout. A

@@ -1,8 +1,9 @@
 """Checks of what a call saves: noted when it first runs, compared when it runs again (rule 11).
 
 The first call is checked whole. Later ones check what their last node saves, and one of eight other
-tensors, each time others. A view of a weight is known by the weight's version. A kernel may write a tensor after it was saved, such as the noise of ``RReLU`` or a
-running mean. Such a tensor is looked at when the next node of the graph is made.
+tensors, each time others. A view of a weight is known by the weight's version. A kernel may write a
+tensor after it was saved, such as the noise of ``RReLU`` or a running mean. Such a tensor is looked
+at when the next node of the graph is made.
 """
 
 from collections.abc import Callable

@@ -5,12 +5,14 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from retrograde.sizes.cache import signature
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_PLAIN: tuple[type, ...] = (bool, int, float, complex, str, bytes, type(None), nn.Module)
+_PLAIN += (torch.dtype, torch.device, torch.Size)
 
 
 class Given:
@@ -70,6 +72,29 @@ def tensors_in(value: Any) -> list[Tensor]:
     if isinstance(value, Tensor):
         return [value]
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+class ResultBytes(TorchDispatchMode):
+    """Sums up the bytes of what torch's operations return in a block, and notes whether the sizes
+    of some depend on data, as those of ``nonzero`` do."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.nbytes, self.varies = 0, False
+
+    def __enter__(self) -> Any:
+        self.nbytes = 0
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.varies |= not _BY_DATA.isdisjoint(func.tags)
+        if not any(one.alias_info for one in func._schema.returns):
+            self.nbytes += sum(t.nbytes for t in tensors_in(result) if t.layout is torch.strided)
+        return result
+
+
+_BY_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
 def made_by(result: Any, given: Any) -> list[Tensor | None]:

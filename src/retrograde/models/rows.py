@@ -14,13 +14,13 @@ A *rider* is an activation that writes to its input, such as an in-place ReLU. I
 layer before it.
 """
 
-import threading
 import warnings
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 from weakref import ref
 
 import torch
@@ -29,16 +29,15 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from retrograde.errors import CellError
 from retrograde.machine import MEASURING
-from retrograde.models.call_sizes import Known, Plans, Weights, too_small
-from retrograde.models.given import Given, made_by, tensors_in
+from retrograde.models.call_sizes import Known, Plans, Weights
+from retrograde.models.given import Given, ResultBytes, made_by, tensors_in
 from retrograde.models.refill import Dropped, Row
+from retrograde.models.timeline import Handed, Pass, Timeline, sum_up, where
 from retrograde.models.trials import try_call
-from retrograde.plan.calls import Part, Waits, held_of
-from retrograde.replay.surroundings import version
 from retrograde.run.transforms import uncompiled
 from retrograde.sizes.elsewhere import Elsewhere
 
-_MARK = "_retrograde_pass"  # an attribute of the tensor that a layer hands on
+_ALIKE = 65 / 64  # bytes of two calls
 
 
 class RowForward:
@@ -54,13 +53,60 @@ class RowForward:
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        given = [*args, *kwargs.values()] if rides(self.module) or len(self.places) > 1 else []
-        turns = [(now.row, now.next) for t in given if (now := _pass_of(t)) is not None]
-        at = next((turn for turn in turns if turn in self.places), self.places[0])
-        if rides(self.module) and at not in turns:  # it may also be called outside of its rows
-            return own_forward(self.module)(*args, **kwargs)
-        row, number = at
+        one, *more = self.places
+        if rides(self.module) or more:
+            given = tensors_in((args, kwargs))
+            turns = (place for place in self.places if place[0].handed.turn_of(given) == place[1])
+            if (turn := next(turns, None)) is not None:
+                one = turn
+            elif rides(self.module):  # it may also be called outside of its rows
+                return own_forward(self.module)(*args, **kwargs)
+        row, number = one
         return row.call(number, args, kwargs)
+
+
+_ROWS = "_retrograde_rows"  # an attribute of a model
+
+
+class Attributes(dict[str, Any]):
+    """The attributes of a module in a row. Whoever copies them gets them without the ``forward`` of
+    the row. So a copy of the module, of any kind, computes with its own weights."""
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "Attributes":
+        if not isinstance(vars(module), cls):
+            object.__setattr__(module, "__dict__", cls(vars(module)))
+        return cast(Attributes, vars(module))
+
+    def copy(self) -> dict[str, Any]:
+        return {name: self[name] for name in super().__iter__() if name != "forward"}
+
+    def keys(self) -> Any:
+        return self.copy().keys()
+
+    def items(self) -> Any:
+        return self.copy().items()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.copy())
+
+    def __reduce__(self) -> Any:
+        return dict, (self.copy(),)
+
+
+class Installed:
+    """The rows of a model. It is an attribute of the model, so a copy of that has its own rows."""
+
+    def __init__(self, rows: "list[CalledRow]") -> None:
+        self.rows = rows
+
+    def __getstate__(self) -> Any:
+        return [row for row in self.rows if row.is_installed()]
+
+    def __setstate__(self, rows: "list[CalledRow]") -> None:
+        self.rows = rows
+        for row in rows:
+            row.install()
 
 
 class RefusedLayerError(CellError):
@@ -71,126 +117,8 @@ class RefusedLayerError(CellError):
         self.name, self.layer, self.reason = name, layer, reason
 
 
-@dataclass
-class _Pass:
-    """A pass of a model through a row. It is an attribute of the tensor between two layers.
-
-    Attributes:
-        calls: the calls that are dropped; None if ordinary backpropagation runs.
-        next: the number of the next call.
-        made: the tensors of the last result; None for those that it was given.
-        last: the call of the layer before, if it is dropped; riders may follow.
-    """
-
-    row: "CalledRow"
-    kind: Known
-    calls: Row | None
-    next: int = 0
-    made: "list[ref[Tensor] | None]" = field(default_factory=list)
-    last: Dropped | None = None
-
-
-class Timeline:
-    """Rows that a pass runs in turn, each at most once, within one budget.
-
-    Once a pass was seen, the kind of the first row's input tells those of the others, so that all
-    have one plan. If it does not, each row has its share of the budget. A row that is new, or whose
-    share is too small, is one group, whose plan is made when it goes back.
-
-    Args:
-        rows: in the order of a pass.
-        waits: how long the output of each waits.
-    """
-
-    def __init__(
-        self, rows: Sequence["CalledRow"], waits: Sequence[Waits] = (Waits(1, 1),)
-    ) -> None:
-        self.rows, self.waits, self.memory = [*rows], [*waits], 0
-        self.shares = [0] * len(rows)
-        self._known: dict[tuple[int, int], tuple[dict[int, Known], Known | None]] = {}
-        self._running = threading.local()  # each thread's pass: its rows and their plans
-
-    def __getstate__(self) -> Any:
-        return self.rows, self.waits, self.memory, self.shares
-
-    def __setstate__(self, state: Any) -> None:
-        self.__init__(*state[:2])  # type: ignore[misc]
-        *_, self.memory, self.shares = state
-
-    def begin(self, row: "CalledRow", kind: Known) -> Row | None:
-        """Begin a row. Return how its calls run; None is ordinary backpropagation."""
-        at, now = self.rows.index(row), getattr(self._running, "now", {})
-        if not now or at <= max(now):
-            self._running.now = now = {}
-        now[at] = kind, None
-        kinds, whole = self._known.get(_first(now), ({}, None))
-        if whole is not None and kinds.get(at) is kind:
-            start = sum(len(one.sizes) for k, one in kinds.items() if k < at)
-            parts = [part.moved(-start) for part in whole.plan(self.memory)]
-            own = tuple(part for part in parts if 0 <= part.start < len(kind.sizes))
-        elif whole is None and kind.is_measured and self.shares[at] >= kind.least_bytes:
-            own = kind.plan(self.shares[at])
-        else:
-            return Row((), kind.tied, partial(self._late, now, at))
-        now[at] = kind, own
-        return None if kind.is_ordinary(own) else Row(own, kind.tied)
-
-    def end(self, row: "CalledRow") -> None:
-        """End a row.
-
-        Raises:
-            BudgetError: the budget is too small for its input.
-        """
-        at, now = self.rows.index(row), self._running.now
-        (kind, parts), first = now[at], _first(now)
-        kinds, whole = self._known.get(first, ({}, None))
-        need = self._before(now, at) + kind.least_bytes
-        if parts is None and need > self.memory:
-            if whole is None:
-                raise too_small(self.memory, need, kind)
-            warnings.warn(_SURPRISE.format(row.names[0], need, self.memory), stacklevel=7)
-        if row is self.rows[-1]:
-            found = {k: one for k, (one, _) in now.items()}
-            if first not in self._known:
-                waits = [self.waits[k].among([*found]) for k in found]
-                self.knows(found, Known.of_rows([*found.values()], waits)).plan(self.memory)
-            elif [*map(id, found.values())] != [*map(id, kinds.values())]:
-                self._known[first] = found, None
-
-    def knows(self, kinds: dict[int, Known], whole: Known) -> Known:
-        """Note which kinds of input occur together, and what is known of all."""
-        while len(self._known) >= _MOST_KINDS:
-            del self._known[next(iter(self._known))]
-        at = min(kinds)
-        self._known[at, id(kinds[at])] = kinds, whole
-        return whole
-
-    def _before(self, now: "_Running", at: int) -> int:
-        """Return what the rows before one hold, and its own input."""
-        inputs = sum(
-            kind.sizes[0].input_bytes for k, (kind, _) in now.items() if min(now) < k <= at
-        )
-        calls = [(kind.sizes, parts) for k, (kind, parts) in now.items() if k < at]
-        group = (Part(0, 1),)
-        return inputs + sum(held_of(s, p or (Part(0, len(s), 0, group),)) for s, p in calls)
-
-    def _late(self, now: "_Running", at: int) -> tuple[Part, ...]:
-        kind = now[at][0]
-        noted = sum(call.noted_bytes for call in kind.sizes)
-        return kind.late_plan(self.memory - self._before(now, at) - noted)
-
-
-_Running = dict[int, tuple[Known, tuple[Part, ...] | None]]
-_MOST_KINDS = 32
-_SURPRISE = (
-    "layer {} was given another kind of input than in the last pass that began as this one: this "
-    "pass needs {} bytes of the {} allowed; the next ones keep the budget"
-)
-
-
-def _first(now: _Running) -> tuple[int, int]:
-    at = min(now)
-    return at, id(now[at][0])
+def _same(*given: Any) -> Any:
+    return given
 
 
 class CalledRow:
@@ -207,6 +135,8 @@ class CalledRow:
         self, calls: Sequence[tuple[str, nn.Module]], slots: Sequence[int | str], tied: Weights
     ) -> None:
         self.calls, self.timeline, self.tied = [*calls], Timeline([self]), tied
+        for _, module in calls:
+            Attributes.of(module)  # before anybody notes what they are
         starts = [i for i, (_, module) in enumerate(calls) if not rides(module)]
         self.names, self.layers = [], list[list[nn.Module]]()
         self.slots: list[int | str] = []
@@ -219,7 +149,9 @@ class CalledRow:
         self.plans = Plans()
         self.seen: list[Known] | None = None  # of all passes, during the run on a sample
         self.events = list[CalledRow]()  # the rows of all calls, in the order of that run
+        self.handed = Handed()
         self.made = list[list[ref[Tensor]]]()  # its first input and outputs, in that run
+        self.results = list[ref[Tensor]]()  # of all calls, in that run
         self.kept = set[int]()  # which of these the model keeps for later
         self.lingers = set[tuple[int, int]]()  # calls, and which are still there when they run
         self.elsewhere: Elsewhere | None = None  # what is held besides, in that run
@@ -228,7 +160,13 @@ class CalledRow:
     def install(self) -> None:
         """Pass the calls of the layers to this row from now on."""
         for number, (_, module) in enumerate(self.calls):
-            vars(module).setdefault("forward", RowForward(module)).places.append((self, number))
+            own = Attributes.of(module)
+            own.setdefault("forward", RowForward(module)).places.append((self, number))
+
+    def is_installed(self) -> bool:
+        """Return whether the calls of the layers are still passed to this row."""
+        own = (vars(module).get("forward") for _, module in self.calls)
+        return all(isinstance(one, RowForward) and self in dict(one.places) for one in own)
 
     def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the call of the model that has this number in the row."""
@@ -263,57 +201,104 @@ class CalledRow:
             raise CellError(f"layer {self.names[k]} {reason}")
         now = self._pass(number, given)
         if now is None or now.calls is None or k not in now.kind.active:
-            result = forward(*args, **kwargs)
+            at = now.kind.active.index(k) if now is not None and k in now.kind.active else -1
+            with self._watching(now, at, given, ()):
+                result = forward(*args, **kwargs)
         elif part:
             result = forward(*args) if now.last is None else now.last.run(forward, given)
         else:
-            made = [None if y is None else y() for y in now.made]
-            at = now.kind.active.index(k)
+            made, at = now.made_of(given), now.kind.active.index(k)
             self._measure(now.kind, at, given, made if at else None)
-            if self.seen is not None:
-                self.lingers |= {(at, k) for k in self._alive() if 0 < k < at}
-            result, now.last = now.calls.run(at, now.kind.units[at], forward, given, made, now.last)
-            if self.elsewhere is not None and now.last is not None:
-                held = zip(given.leaves, now.last.given.each, strict=True)
-                state = given.state if at or self.events[0] is not self else None
-                ours = {id(t) for t in tensors_in(state)}
-                rest = [one.value for x, one in held if id(x) not in ours and not hasattr(x, _MARK)]
-                self.elsewhere.hold(tensors_in(rest))
+            unit = now.kind.units[at]
+            with self._watching(now, at, given, made):
+                result, now.last = now.calls.run(at, unit, forward, given, made, now.last)
+            if self.elsewhere is not None:
+                self._looks(at, given, made, now.last)
         if now is not None and number + 1 < len(self.calls):
             now.next = number + 1
-            if part or k not in now.kind.active:  # the same tensors as before
-                own: list[Tensor | None] = [*tensors_in(result)]
-            else:
-                own = made_by(result, given.leaves)
-                now.made = [y if y is None else ref(y) for y in own]
+            is_own = not part and k in now.kind.active  # and has not the same tensors as before
+            own = made_by(result, given.leaves) if is_own else [*tensors_in(result)]
+            there = [y for y in own if y is not None]
+            self.handed.on(now, there)
+            if is_own:
+                now.made = [y if y is None else where(y) for y in own]
                 if self.seen is not None:
-                    self.made.append([y for y in now.made if y is not None])
-            for y in own:
-                if y is not None:
-                    setattr(y, _MARK, (now, version(y)))
-        elif now is not None and now.calls is not None:
-            now.last = None
-            if self.seen is None:
+                    self.made.append([*map(ref, there)])
+        elif now is not None:
+            self.handed.on(now, ())
+            if now.calls is not None and self.seen is None:
                 self.timeline.end(self)
-            else:
-                for y in tensors_in(result):
-                    setattr(y, _MARK, (None, -1))
+        if self.elsewhere is not None:
+            self.results += map(ref, tensors_in(result))
         return result
 
-    def _pass(self, number: int, given: Given) -> _Pass | None:
+    @contextmanager
+    def _watching(
+        self, now: Pass | None, at: int, given: Given, made: Sequence[Tensor | None]
+    ) -> Iterator[None]:
+        """Notice, of a call whose sizes depend on data, if it takes more than any before (rule 12).
+        Then it is measured anew, and the next pass has another plan."""
+        kind = None if now is None or self.seen is not None else now.kind
+        most = kind.most.get(at) if kind is not None else None
+        if kind is None or most is None:
+            yield
+            return
+        with ResultBytes() as found:
+            yield
+        if found.nbytes <= most * _ALIKE:
+            return
+        layers, unit = self.layers[kind.active[at]], kind.units[at]
+        with MEASURING:
+            state = made if at else None
+            kind.raw[at] = Plans().measure(unit, layers, given, state, self.tied)
+            kind.most[at] = found.nbytes
+            sum_up(kind)
+        self.timeline.grows(unit.name, kind)
+
+    def _looks(
+        self, at: int, given: Given, made: Sequence[Tensor | None], call: Dropped | None
+    ) -> None:
+        """Note, in the run on the sample, what is there while a call runs and what it holds."""
+        self.lingers |= {(at, k) for k in self._alive() if 0 < k < at}
+        if call is None or self.elsewhere is None:
+            return
+        first = at == 0 and self.events[0] is self
+        ours = {id(t) for t in (made if at or not first else tensors_in(given.state))}
+        held = zip(given.leaves, call.given.each, strict=True)
+        self.elsewhere.hold(
+            tensors_in([one.value for x, one in held if id(x) not in ours and not self._is_made(x)])
+        )
+
+    def _is_made(self, x: Any) -> bool:
+        """Return whether a row made a tensor, in the run on the sample."""
+        rows = {id(row): row for row in self.events}.values()
+        return isinstance(x, Tensor) and any(x is t() for row in rows for t in row.results)
+
+    def _pass(self, number: int, given: Given) -> Pass | None:
         """Return the pass of a call whose state is the output of the call before it.
 
         The call of the first active layer begins a pass. Otherwise the result is None, and the call
         of an active layer warns, or is refused on a sample.
         """
-        state = given.state
-        now = _pass_of(state)
-        if now is not None and now.row is self and now.next == number:
+        state = tensors_in(given.state)
+        now = self.handed.to(state)
+        if now is not None and (now.next == number or self._leaves_out(now, number, given)):
             return now
         k, part = self.parts[number]
         active = [k for k, one in enumerate(self.layers) if not passes_through(one[0])]
-        if part == 0 and active[:1] == [k] and isinstance(state, Tensor):
+        if part == 0 and active[:1] == [k] and state:
+            self.handed.forget()
             return self._begin(active, given)
+        if (
+            now is None
+            and part == 0
+            and k in active
+            and state
+            and not self.timeline.is_in(self, number)
+        ):
+            now = self._begin(active, given)  # the first ones may not be called
+            if self._leaves_out(now, number, given):
+                return now
         if k in active and self.seen is not None:
             reason = "is not called in turn where gradients are recorded"
             raise RefusedLayerError(*self.calls[number], reason)
@@ -326,17 +311,40 @@ class CalledRow:
             )
         return None
 
-    def _begin(self, active: list[int], given: Given) -> _Pass:
+    def _leaves_out(self, now: Pass, number: int, given: Given) -> bool:
+        """Pass over the calls before one that the model does not make this time. In the plan they
+        are made, and return what they are given. Return whether this is possible."""
+        (first, rider), (k, part) = self.parts[now.next], self.parts[number]
+        if self.seen is not None or rider or part or now.next > number:
+            return False
+        state = tensors_in(given.state)
+        now.made = now.made or [*map(where, state)]
+        made = now.made_of(given)
+        same = Given(tuple(torch.empty(0) if t is None else t for t in made))
+        for at in (at for at, k_ in enumerate(now.kind.active) if first <= k_ < k):
+            if now.calls is None:
+                break
+            try:
+                self._measure(now.kind, at, given, made if at else None)
+            except Exception:  # it may not take what a later one is given
+                return False
+            unit = replace(now.kind.units[at], forward=_same, reads=(), drawn=0)
+            _, now.last = now.calls.run(at, unit, _same, same, made, now.last)
+        now.next = number
+        return True
+
+    def _begin(self, active: list[int], given: Given) -> Pass:
         layers = [layer for one in self.layers for layer in one]
         unknown = partial(Known, active, tied=self.tied, kept=self.kept, lingers=self.lingers)
         kind = self.plans.kind_of(layers, given, unknown)
         if kind is None:
-            return _Pass(self, unknown(), None)
+            return Pass(unknown(), None)
         if self.seen is not None:
             self.seen.append(kind)
             self.made = [[*map(ref, tensors_in(given.state))]]
-            return _Pass(self, kind, Row((), kind.tied, partial(kind.late_plan, 0)))
-        return _Pass(self, kind, self.timeline.begin(self, kind))
+            return Pass(kind, Row((), kind.tied, partial(kind.late_plan, 0)))
+        self.timeline.enter(self, now := Pass(kind, self.timeline.begin(self, kind)))
+        return now
 
     def _measure(
         self, kind: Known, at: int, given: Given, made: Sequence[Tensor | None] | None
@@ -348,25 +356,26 @@ class CalledRow:
         k = kind.active[at]
         layers = self.layers[k]
 
+        watch: ResultBytes | None = ResultBytes()
+
         def forward(*args: Any, **kwargs: Any) -> Any:
-            value = own_forward(layers[0])(*args, **kwargs)
-            for rider in layers[1:]:
-                value = own_forward(rider)(value)
+            with watch or nullcontext():
+                value = own_forward(layers[0])(*args, **kwargs)
+                for rider in layers[1:]:
+                    value = own_forward(rider)(value)
             return value
 
         with MEASURING:  # another thread may be measuring the same
             if len(kind.sizes) == at:
                 unit = try_call(self.names[k], forward, layers, given).unit
+                if watch is not None and watch.varies:
+                    kind.most[at] = watch.nbytes
+                watch = None
                 found = self.plans.measure(unit, layers, given, made, self.tied)
+                kind.raw.append(found)
                 kind.add(unit, found, last=at + 1 == len(kind.active))
                 if kind.is_measured and self.seen is None:
                     kind.settle()
-
-
-def _pass_of(t: Any) -> _Pass | None:
-    """Return the pass that a tensor belongs to; None if it was written to since then."""
-    now, then = getattr(t, _MARK, (None, 0))
-    return now if now is not None and then == version(t) else None
 
 
 def passes_through(layer: nn.Module) -> bool:
@@ -375,11 +384,33 @@ def passes_through(layer: nn.Module) -> bool:
     return is_off or isinstance(layer, nn.Identity)
 
 
-def release(modules: Iterable[nn.Module]) -> None:
-    """Give all modules their own forward pass again, so that no row gets their calls."""
-    for module in modules:
-        if isinstance(vars(module).get("forward"), RowForward):
-            del vars(module)["forward"]
+@contextmanager
+def released(model: nn.Module) -> Iterator[None]:
+    """Give all modules their own forward pass in a block, so that no row gets their calls."""
+    every = [vars(module) for module in model.modules()]
+    held = [(own, own["forward"]) for own in every if isinstance(own.get("forward"), RowForward)]
+    for own, _ in held:
+        del own["forward"]
+    try:
+        yield
+    finally:
+        for own in every:
+            if isinstance(own.get("forward"), RowForward):
+                del own["forward"]
+        for own, forward in held:
+            own["forward"] = forward
+
+
+def install(model: nn.Module, rows: "Sequence[CalledRow]") -> None:
+    """Pass the calls of layers to these rows alone from now on, also in copies of the model."""
+    for own in map(vars, model.modules()):
+        own.pop(_ROWS, None)
+        if isinstance(own.get("forward"), RowForward):
+            del own["forward"]
+    if rows:
+        vars(model)[_ROWS] = Installed([*rows])
+    for row in rows:
+        row.install()
 
 
 def rides(module: nn.Module) -> bool:

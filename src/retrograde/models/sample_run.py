@@ -4,6 +4,7 @@ In this run the modules that will get a budget record nothing, so it takes only 
 rest of the model. The run leaves no trace.
 """
 
+import random
 import sys
 import warnings
 from abc import ABC, abstractmethod
@@ -14,9 +15,11 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from retrograde.errors import BudgetError, CellError
@@ -24,7 +27,8 @@ from retrograde.models.call_order import CallOrder, Layers, ModuleCall, noted
 from retrograde.models.call_sizes import Known, Weights, as_accumulated
 from retrograde.models.given import tensors_in
 from retrograde.models.replace_modules import Budgeted, Swappable, replace_module, twin, wrapped
-from retrograde.models.rows import CalledRow, Timeline, release
+from retrograde.models.rows import CalledRow, released
+from retrograde.models.timeline import Timeline
 from retrograde.plan.calls import Waits, peak_of
 from retrograde.recurrent.weights import last_weights
 from retrograde.replay.generators import sources
@@ -39,10 +43,11 @@ from retrograde.replay.surroundings import (
 from retrograde.run.transforms import refuse_transforms, uncompiled
 from retrograde.sizes.allocations import measure
 from retrograde.sizes.cache import signature
-from retrograde.sizes.elsewhere import Elsewhere
+from retrograde.sizes.elsewhere import Elsewhere, is_drawn
 from retrograde.sizes.ordinary import expanded
 
-_USEFUL = 0.9
+_USEFUL, _ALMOST_ONE = 0.9, 1 - 2**-24
+_ONES = 0x12DD9BB3  # a state's word of Python's generator, from which it draws ones alone
 
 
 class Watched(ABC):
@@ -64,6 +69,11 @@ class Watched(ABC):
     @abstractmethod
     def give(self, part: int) -> "Iterable[tuple[Watched, int]]":
         """Give it this part of the budget, in bytes, from now on. Return what has a share of it."""
+
+    @property
+    def called_rows(self) -> list[CalledRow]:
+        """The rows that it has."""
+        return []
 
     @property
     def minimum_bytes(self) -> int:
@@ -190,12 +200,15 @@ class WatchedRow(Watched):
         super().__init__(run_name(layers), run_name(layers))
         self.row = CalledRow([(c.name, c.module) for c in layers], [c.slot for c in layers], tied)
 
+    @property
+    def called_rows(self) -> list[CalledRow]:
+        return [self.row]
+
     def give(self, part: int) -> Iterable[tuple[Watched, int]]:
-        timeline = self.row.timeline
+        self.row.timeline = timeline = Timeline([self.row])
         timeline.memory, timeline.shares = part, [part]
         if len(self.kinds) == 1:
             timeline.knows({0: self.kinds[0]}, self.kinds[0])
-        self.row.install()
         return [(self, part)]
 
     @contextmanager
@@ -204,6 +217,7 @@ class WatchedRow(Watched):
         self.row.install()
         yield
         self.row.seen, self.row.made, self.row.events, self.row.elsewhere = None, [], [], None
+        self.row.results = []
         self.kinds = [kind for kind in seen if kind.is_measured]  # the model ran these to their end
         for kind in {id(kind): kind for kind in self.kinds}.values():
             kind.settle()
@@ -222,6 +236,10 @@ class WatchedRows(Watched):
         self.all = Known.of_rows(self.kinds, waits)
         self._seen(0, lambda: (self.all.least_bytes, self.all.ordinary_bytes))
 
+    @property
+    def called_rows(self) -> list[CalledRow]:
+        return [one.row for one in self.rows]
+
     def give(self, part: int) -> Iterable[tuple[Watched, int]]:
         timeline = Timeline([one.row for one in self.rows], self.waits)
         timeline.memory, plan, start = part, self.all.plan(part), 0
@@ -233,7 +251,6 @@ class WatchedRows(Watched):
             timeline.shares = [one.part(share, rest) for one in self.rows]
         for one, kind in zip(self.rows, self.kinds, strict=True):
             one.row.timeline = timeline
-            one.row.install()
             parts = [p.moved(-start) for p in plan if 0 <= p.start - start < len(kind.sizes)]
             yield one, peak_of(kind.sizes, parts)
             start += len(kind.sizes)
@@ -262,22 +279,52 @@ def called_in_turn(model: nn.Module, sample: Any) -> CallOrder:
     """Return the calls of a model on a sample, with its preferred runs; none if it raises."""
     model = getattr(model, "_orig_mod", model)  # if it is compiled
     try:
-        order = _noted(model, sample)
+        order, draws = _noted(model, sample)
     except Exception as error:  # the run that measures has gradients, and may not raise it again
         none = CallOrder(ModuleCall("", model))
         none.refused = {type(model).__name__: f"raises without gradients: {error!r}"}
         return none
+    for fill in (0.0, _ALMOST_ONE) if draws else ():  # some layers may be left out by chance
+        other, _ = _noted(model, sample, fill)
+        order = other if len(other.every) > len(order.every) else order
     order.preferred = order.runs()
     return order
 
 
-def _noted(model: nn.Module, sample: Any) -> CallOrder:
-    """Return the calls of a model on a sample."""
-    with untouched(model), _eager():
-        release(model.modules())
-        with noted(model) as top:
+def _noted(model: nn.Module, sample: Any, fill: float | None = None) -> tuple[CallOrder, bool]:
+    """Return the calls of a model on a sample, and whether it draws numbers by which it may decide.
+    These are as near to ``fill`` as they can be, if that is given."""
+    with released(model), untouched(model), _eager():
+        draw(fill)
+        numpy: Any = np.random.get_state
+        before = random.getstate(), numpy()[2]
+        with _Draws(fill) as watch, noted(model) as top:
             run_model(model, sample)
-        return CallOrder(top)
+        python = before != (random.getstate(), numpy()[2])
+        order = CallOrder(top)
+        order.fill = fill
+        return order, watch.decides or python
+
+
+class _Draws(TorchFunctionMode):
+    """Notes whether a few numbers are drawn, and may replace them."""
+
+    def __init__(self, fill: float | None) -> None:
+        super().__init__()
+        self.fill, self.decides = fill, False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.decides |= is_drawn(func, result, self.fill)
+        return result
+
+
+def draw(fill: float | None) -> None:
+    """Let the next numbers that Python and NumPy draw be near to ``fill``, if it is given."""
+    if fill is not None:
+        word = _ONES if fill else 0
+        random.setstate((3, (word,) * 624 + (0,), None))
+        np.random.set_state(("MT19937", np.full(624, word, np.uint32), 0, 0, 0.0))
 
 
 @contextmanager
@@ -302,12 +349,16 @@ def run_model(model: nn.Module, sample: Any) -> Any:
 
 
 def what_is_elsewhere(
-    model: nn.Module, sample: Any, parts: Sequence[CalledRow | WatchedModule]
+    model: nn.Module,
+    sample: Any,
+    parts: Sequence[CalledRow | WatchedModule],
+    fill: float | None = None,
 ) -> Elsewhere:
     """Run a model whose parts are watched. Return what the rest of it holds, beside its parameters,
     its input and its output: for its backward pass, or for later while a part runs. Masks and the
-    like, which rows are given, are among it: a dropped call holds its arguments."""
-    elsewhere = Elsewhere()
+    like, which rows are given, are among it: a dropped call holds its arguments. A few numbers that
+    are drawn between the parts are ``fill``, if that is given."""
+    elsewhere = Elsewhere(fill)
     for part in parts:
         part.elsewhere = elsewhere
     with torch.autograd.graph.saved_tensors_hooks(elsewhere.pack, lambda t: t), elsewhere:

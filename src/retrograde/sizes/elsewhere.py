@@ -46,9 +46,10 @@ class Elsewhere(TorchFunctionMode):
     """Notes what is saved for a backward pass, and what is there whenever one of the calls begins.
     While such a call goes back, the gradients of what was made before it and used after it wait."""
 
-    def __init__(self) -> None:
+    def __init__(self, fill: float | None = None) -> None:
         super().__init__()
         self._saved: list[ref[Tensor]] = []
+        self.fill = fill  # what the program draws between the calls, if that is not left to chance
         self._memory: dict[int, _Memory] = {}  # made by the program or given back by its calls
         self._inputs: dict[int, _Memory] = {}  # of calls that do not count theirs
         self._begins, self._ends = list[int](), list[int]()  # of calls: numbers of graph nodes
@@ -58,6 +59,7 @@ class Elsewhere(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if len(self._begins) == len(self._ends):
+            is_drawn(func, result, self.fill)
             self._note(result)
         return result
 
@@ -223,6 +225,20 @@ def _most(spans: Iterable[tuple[int, int, int]]) -> int:
             changes[first] += nbytes
             changes[stop] -= nbytes
     return max(accumulate(changes[at] for at in sorted(changes)), default=0)
+
+
+_DRAWS = {"rand", "rand_like", "uniform_", "bernoulli", "bernoulli_"}
+_FEW = 1024  # numbers, by which a program may decide what it runs
+
+
+def is_drawn(func: Any, result: Any, fill: float | None) -> bool:
+    """Return whether a function drew a few numbers, which become all ``fill`` if that is given."""
+    few = isinstance(result, Tensor) and result.numel() <= _FEW and result.is_floating_point()
+    if not few or getattr(func, "__name__", "") not in _DRAWS:
+        return False
+    if fill is not None:
+        result.detach().fill_(fill)
+    return True
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:

@@ -320,7 +320,7 @@ def _rounded(t: Any) -> int:
 def noting(shapes: Shapes) -> Emit:
     """Return an emitter that keeps no output, only the shapes and dtypes."""
 
-    def emit(start: int, stop: int, values: Tensors, state: Tensors = ()) -> None:
+    def emit(start: int, stop: int, values: Tensors, state: Sequence[Tensor] = ()) -> None:
         shapes[:] = [(y.shape, y.dtype) for y in values]
 
     return emit
