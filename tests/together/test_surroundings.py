@@ -188,19 +188,20 @@ MODES = {
     "a parameter": replaced_weight,
 }
 
-#: What somebody may replace before the backward pass, and its name in the refusal.
+#: What somebody may replace before the backward pass.
 REPLACED = {
-    "a mask of a module": (scaled(mask=masks(SIZE)[1]), r"Scaled\.mask"),
-    "a number of a module": (scaled(scale=3.0), r"Scaled\.scale"),
-    "a number in a dict": (in_a_dict, r"Scaled\.factors\['by'\]"),
-    "a class attribute": (of_a_class, r"Local\.power"),
-    "a variable of a closure": (bound_late, "the variable 'mask'"),
-    "a global": (in_globals, "'SCALE' of the module"),
-    "a default": (in_defaults, r"cell\.__defaults__"),
-    "what a helper reads": (in_a_helper, "the variable 'factors'"),
-    "what a property reads": (in_a_property, r"Box\.kept"),
-    "a hook": (hooked, r"Linear\._forward_hooks"),
+    "a mask of a module": scaled(mask=masks(SIZE)[1]),
+    "a number of a module": scaled(scale=3.0),
+    "a number in a dict": in_a_dict,
+    "a class attribute": of_a_class,
+    "a variable of a closure": bound_late,
+    "a global": in_globals,
+    "a default": in_defaults,
+    "what a helper reads": in_a_helper,
+    "what a property reads": in_a_property,
+    "a hook": hooked,
 }
+OTHERWISE = "computed something else when it ran again"
 
 
 def gradient(run, cell, mutate, parameters):
@@ -241,25 +242,31 @@ def test_modes_and_parameters_are_those_of_the_forward_pass(what, memory):
 
 @pytest.mark.parametrize("what", REPLACED)
 def test_what_a_cell_reads_must_not_be_replaced_before_the_backward_pass(what):
-    make, name = REPLACED[what]
-    cell, mutate = make()
+    cell, mutate = REPLACED[what]()
     x, h = data()
     y, _ = rg.unroll(cell, x, h, schedule=rg.plan(STEPS, 3))
     mutate()
-    message = f"somebody changed .*{name}.* between the forward .* call backward\\(\\) first"
-    with pytest.raises(rg.RetrogradeError, match=message):
+    with pytest.raises(rg.RetrogradeError, match=OTHERWISE):
+        y.sum().backward()
+    assert cell.net.weight.grad is None
+
+
+def test_the_likeliest_cause_is_named():
+    cell, mutate = scaled(scale=3.0)()
+    y, _ = rg.unroll(cell, *data(), schedule=rg.plan(STEPS, 3))
+    mutate()
+    with pytest.raises(rg.RetrogradeError, match=r"perhaps since Scaled\.scale changed"):
         y.sum().backward()
 
 
-@pytest.mark.parametrize("what", [name for name in REPLACED if "closure" not in name])
+@pytest.mark.parametrize("what", REPLACED)
 def test_what_a_layer_reads_must_not_be_replaced_before_the_backward_pass(what):
-    make, name = REPLACED[what]
-    cells = [make() for _ in range(8)]
+    cells = [REPLACED[what]() for _ in range(8)]
     net = rg.Sequential(*(Layer(cell) for cell, _ in cells), memory="80%")
     y = net(torch.randn(90, SIZE, dtype=DOUBLE, requires_grad=True))
     for _, mutate in cells:
         mutate()
-    with pytest.raises(rg.RetrogradeError, match=f"somebody changed .*{name}.* between the"):
+    with pytest.raises(rg.RetrogradeError, match=OTHERWISE):
         y.square().sum().backward()
 
 
@@ -316,7 +323,7 @@ def test_what_only_the_rest_of_a_model_reads_may_change(closure):
     torch.testing.assert_close(found[2:], found[:2], rtol=1e-9, atol=1e-12)
     loss = model(x, "40%", closure).square().sum()
     model.gain = 2.0
-    with pytest.raises(rg.RetrogradeError, match=r"somebody changed Model\.gain between"):
+    with pytest.raises(rg.RetrogradeError, match=r"Model\.gain changed"):
         loss.backward()
 
 
@@ -356,9 +363,7 @@ def test_a_tensor_changed_in_place_raises_if_it_is_read_and_not_otherwise(held):
     found = torch.autograd.grad(y.sum(), cell.net.weight, retain_graph=True)
     torch.testing.assert_close(found, expected)
     cell.read.mul_(2)
-    with pytest.raises(
-        rg.RetrogradeError, match=r"somebody changed (Masked\.read|.*read).*in place between"
-    ):
+    with pytest.raises(rg.RetrogradeError, match=OTHERWISE):
         torch.autograd.grad(y.sum(), cell.net.weight)
 
 
@@ -450,49 +455,56 @@ def counters():
     }, net
 
 
-#: The names in the refusals.
-COUNTED = {
-    "a module": r"changed Counting\.(t|seen|memory)",
-    "a list": "changed the variable 'n'",
-    "a dict": r"changed the variable 'table'\['t'\]",
-    "an iterator": "reads the variable 'it'",
-    "a count": "reads the variable 'steps'",
-    "an array": "changed the variable 'array'",
-    "a function": r"changed .*by_itself\.t",
-    "a set": "changed the variable 'met'",
-    "a global": "changed 'CALLS' of the module",
-    "a class": r"changed Tally\.calls",
-    "a file": "reads the variable 'lines'",
-}
+COUNTED = [*counters()[0]]
+
+
+def exact_or_refused(ours, plain):
+    """Whether two functions return the same, or the first one raises an error of this library."""
+    expected = plain()
+    try:
+        found = ours()
+    except rg.RetrogradeError:
+        return
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("asked", [{"memory": "40%"}, {"memory": "100%"}, {"memory": 1}])
 @pytest.mark.parametrize("what", COUNTED)
-def test_what_a_cell_counts_is_refused_by_name(what, asked):
-    cells, _ = counters()
-    cell, left = cells[what]
-    before = repr(left())
-    with pytest.raises(rg.CellError, match=f"the cell {COUNTED[what]}.* expected .*; "):
-        rg.unroll(cell, *data(), **asked)
-    assert repr(left()) == before
+def test_what_a_cell_counts_is_exact_or_refused(what, asked):
+    def step(run):
+        cells, net = counters()
+        y, last = run(cells[what][0], *data())
+        return [y.detach(), *torch.autograd.grad(y.square().sum() + last.sum(), net.weight)]
+
+    exact_or_refused(lambda: step(lambda *a: rg.unroll(*a, **asked)), lambda: step(loop))
 
 
 @pytest.mark.parametrize("what", COUNTED)
-def test_what_a_cell_counts_in_a_stream_is_refused(what):
-    cell, _ = counters()[0][what]
-    with pytest.raises(rg.CellError, match=COUNTED[what]):
-        rg.bptt(cell, *data(), loss=lambda t, y: y.square().sum(), memory="30%")
+def test_what_a_cell_counts_in_a_stream_is_exact_or_refused(what):
+    def plain():
+        cells, net = counters()
+        return torch.autograd.grad(loop(cells[what][0], *data())[0].square().sum(), net.weight)
+
+    def ours():
+        cells, net = counters()
+        rg.bptt(cells[what][0], *data(), loss=lambda t, y: y.square().sum(), memory="30%")
+        return (net.weight.grad,)
+
+    exact_or_refused(ours, plain)
 
 
 @pytest.mark.parametrize("what", COUNTED)
-def test_what_a_layer_counts_is_refused(what):
-    made = [counters() for _ in range(8)]
-    layers = [Layer(cells[what][0]) for cells, _ in made]
-    for layer, (_, net) in zip(layers, made, strict=True):
-        layer.net = net
-    net = rg.Sequential(*layers, memory="60%")
-    with pytest.raises(rg.CellError, match=COUNTED[what]):
-        net(torch.randn(30, SIZE, dtype=DOUBLE, requires_grad=True))
+def test_what_a_layer_counts_is_exact_or_refused(what):
+    def step(kind, **asked):
+        made = [counters() for _ in range(8)]
+        layers = [Layer(cells[what][0]) for cells, _ in made]
+        for layer, (_, net) in zip(layers, made, strict=True):
+            layer.net = net
+        net = kind(*layers, **asked)
+        x = torch.ones(30, SIZE, dtype=DOUBLE, requires_grad=True)
+        return torch.autograd.grad(net(x).square().sum(), [x, *(n.weight for _, n in made)])
+
+    exact_or_refused(lambda: step(rg.Sequential, memory="60%"), lambda: step(nn.Sequential))
 
 
 def test_a_count_is_part_of_the_state_by_stateful():
