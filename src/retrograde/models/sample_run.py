@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from retrograde.errors import BudgetError, CellError
+from retrograde.errors import BudgetError, CellError, RetrogradeError
 from retrograde.models.call_order import CallOrder, Layers, ModuleCall, noted
 from retrograde.models.call_sizes import Known, Weights, as_accumulated
 from retrograde.models.given import tensors_in
@@ -382,7 +382,9 @@ def bytes_of_a_pass(model: nn.Module, sample: Any) -> int:
         muted = muted_modules([*model.modules()])
         with untouched(model), _eager(), torch.enable_grad(), muted, as_accumulated(own):
             return measure(both_ways).working_bytes
-    except Exception:  # a model may allow only backward(), for example
+    except Exception as error:  # a model may allow only backward(), for example
+        if type(error) is RetrogradeError:  # a rerun computes something else
+            raise
         return 0
 
 
