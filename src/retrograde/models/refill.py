@@ -322,6 +322,7 @@ class Row:
     late: Callable[[], tuple[Part, ...]] | None = None
     calls: "dict[int, ref[Dropped]]" = field(default_factory=dict)
     opened: list[Part] | None = None
+    task: int = -1  # the backward pass in which it was opened
 
     def run(
         self, number: int, unit: Unit, forward: Callable[..., Any], given: Given,
@@ -360,11 +361,12 @@ class Row:
         """Compute the input of a call, or what it saved; return whether it did the latter."""
         if self.late is not None:
             self.parts, self.late = self.late(), None
-        if self.opened is None:
-            self.opened = [*self.parts]
-            if torch._C._current_graph_task_id() >= 0:
+        if self.opened is None or self.task != torch._C._current_graph_task_id():
+            self._begin()
+            if self.task >= 0:
                 close = partial(setattr, self, "opened", None)
                 torch.autograd.Variable._execution_engine.queue_callback(close)
+        assert self.opened is not None
         while (part := self._part(self.opened, call.number)).parts:
             self._open(part, call.number)
         if any(one.value is not None for one in filter(None, (saved() for saved in call.saved))):
@@ -373,6 +375,14 @@ class Row:
             self.opened = None
             return self.prepare(call)
         return False
+
+    def _begin(self) -> None:
+        """Begin a backward pass. An earlier one may have raised, and left calls half filled."""
+        self.opened, self.task = [*self.parts], torch._C._current_graph_task_id()
+        for call in filter(None, (one() for one in self.calls.values())):
+            call.state = []
+            for saved in filter(None, (one() for one in call.saved)):
+                saved.value = None
 
     def _open(self, part: Part, number: int) -> None:
         """Run the calls of a group, up to the part that has a call's number."""

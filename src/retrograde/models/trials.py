@@ -76,7 +76,12 @@ def try_call(
         return result
 
     device = device_of(*tensors)
-    trial = try_out(call, layers, device, tensors_in)
+    try:
+        trial = try_out(call, layers, device, tensors_in)
+    except RuntimeError as error:
+        if "saved tensor hooks" not in str(error):
+            raise
+        raise CellError(f"layer {name} cannot be run again: {error}") from error
     outputs = tensors_in(trial.value)
     if any(t.layout is not torch.strided for t in (*tensors, *outputs)):
         raise CellError(f"layer {name} is given or returns a sparse tensor: expected dense ones")

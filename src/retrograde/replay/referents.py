@@ -59,6 +59,7 @@ class Referents:
     codes: list[CodeType] = field(default_factory=list)
     values: list[tuple[str, Any]] = field(default_factory=list)
     holders: list[tuple[dict[Any, Any], str]] = field(default_factory=list)
+    lists: list[list[Any]] = field(default_factory=list)
 
     def parts(self) -> list[nn.Module]:
         """Return every module, submodules included, each once."""
@@ -148,14 +149,15 @@ class _Walk:
             found.holders.append((value, name + "[{!r}]"))
             self.named(dict(dict.items(value)), name, depth)  # a subclass may make what it returns
         elif isinstance(value, list | tuple | deque | set | frozenset):
+            found.lists.extend([value] if isinstance(value, list) else [])
             self.each(value, name, depth)
         elif not isinstance(value, type | ModuleType | CodeType | _BUILT_IN):
             kind = type(value)
             slots = copyreg._slotnames(kind)  # type: ignore[attr-defined]
             held = {n: getattr(value, n) for n in slots if hasattr(value, n)}
-            if hasattr(value, "__dict__"):
-                found.holders.append((vars(value), kind.__name__ + ".{}"))
-                held |= vars(value)
+            if isinstance(own := getattr(value, "__dict__", None), dict):
+                found.holders.append((own, kind.__name__ + ".{}"))
+                held |= own
             self.named(held, kind.__name__, depth, "{}.{}")
             self.open.setdefault(kind, (value, depth, set()))
 

@@ -136,6 +136,7 @@ class Ambient:
         changing: all attributes that it changes, which a rerun puts back.
         left: where it leaves tensors that have a history.
         left_bytes: the bytes of other tensors that it leaves.
+        growing: lists that it adds to, which a rerun shortens again.
         found: the objects that it refers to.
     """
 
@@ -146,6 +147,7 @@ class Ambient:
     changing: tuple[Slot, ...] = ()
     left: tuple[Left, ...] = ()
     left_bytes: int = 0
+    growing: tuple[list[Any], ...] = ()
     found: Referents = field(default_factory=Referents)
 
     @property
@@ -201,12 +203,15 @@ class Ambient:
     def without_trace(self) -> Iterator[None]:
         """Restore the surroundings after the block."""
         before, values = self.capture(), [slot.read() for slot in self.changing]
+        lengths = [*map(len, self.growing)]
         try:
             yield
         finally:
             self.restore(before)
             for slot, value in zip(self.changing, values, strict=True):
                 slot.write(value)
+            for each, length in zip(self.growing, lengths, strict=True):
+                del each[length:]
 
     @contextmanager
     def measured(self) -> Iterator[None]:

@@ -113,6 +113,8 @@ class _Trial(Generic[T]):
         self.matter = False  # whether the call depends on what it changes
         self.left: list[Left] = []
         self.left_bytes = 0
+        self.lists = [(each, len(each)) for each in found.lists]
+        self.growing: dict[int, list[Any]] = {}  # by id
 
     def run(self) -> tuple[int, T]:
         """Call until it is known what every change is.
@@ -128,6 +130,10 @@ class _Trial(Generic[T]):
         noted = noted_values(self.found)
         mark, value = self.once()
         self.changing = changed_values(self.found, noted)
+        if self.drawn:  # what is made of drawn numbers is not to be made by a trial
+            again = {(id(slot.holder), slot.key) for slot in self.changing}
+            cached = {s: v for s, v in first.items() if (id(s.holder), s.key) not in again}
+            self.changing = cached | self.changing
         self.note_left()
         if self.evidence(mark, value) == shown:
             return mark, value
@@ -166,6 +172,10 @@ class _Trial(Generic[T]):
         for source in self.drawn:
             source.restore(self.sources[source].capture())
         self.written.put_back()
+        for each, length in self.lists:
+            if len(each) > length:
+                self.growing[id(each)] = each
+                del each[length:]
 
     def note_left(self) -> None:
         """Note where the last call left tensors, and their bytes."""
@@ -205,6 +215,7 @@ class _Trial(Generic[T]):
             changing=slots,
             left=(*self.left,),
             left_bytes=self.left_bytes,
+            growing=(*self.growing.values(),),
             found=self.found,
         )
 
