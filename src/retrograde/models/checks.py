@@ -8,6 +8,7 @@ at when the next node of the graph is made.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ class Reruns:
         ends_early: whether a rerun that ends at the last wanted tensor leaves nothing undone.
         final: by number, whether a tensor is written before it is saved.
         last: the numbers of those that the last node saves.
+        row: the last row that ran it with casts of its own.
     """
 
     calls: int = 0
@@ -36,6 +38,7 @@ class Reruns:
     ends_early: bool | None = None
     final: dict[int, bool] = field(default_factory=dict)
     last: list[int] = field(default_factory=list)
+    row: Callable[[], Any] = lambda: None
 
     @property
     def may_end(self) -> bool:

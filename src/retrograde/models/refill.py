@@ -38,7 +38,7 @@ from retrograde.replay.surroundings import (
     restore_values,
     version,
 )
-from retrograde.replay.switches import autocast_as_now
+from retrograde.replay.switches import autocast_as_now, cast_context
 from retrograde.replay.trees import Tensors
 from retrograde.run.core import unsaved
 
@@ -49,6 +49,11 @@ State = Sequence[Tensor | None]  # what a call made that the next one is given
 KEPT, LEAN, DROPPED, DROPPED_LEAN = range(4)
 _numbers = count()
 _MANY = 2**16  # numbers of masks that take longer to draw than to look at each function
+_SECOND = (
+    "layer {} runs twice in one autocast context, in which ordinary backpropagation casts a weight "
+    "once, and adds its gradients in the type of the cast: expected a context for each pass; enter "
+    "torch.autocast for each call of the model, or call it once for all inputs"
+)
 _BEYOND = (
     "create_graph=True: what the gradient's own graph saves is held as in ordinary "
     "backpropagation; the budget does not cover it"
@@ -323,6 +328,8 @@ class Row:
     calls: "dict[int, ref[Dropped]]" = field(default_factory=dict)
     opened: list[Part] | None = None
     task: int = -1  # the backward pass in which it was opened
+    context: Any = None  # of autocast
+    waits: bool = False
 
     def run(
         self, number: int, unit: Unit, forward: Callable[..., Any], given: Given,
@@ -342,20 +349,40 @@ class Row:
         apart = torch.is_autocast_enabled(device.type) and self.tied.isdisjoint(unit.reads)
         apart = apart and not unit.shares_casts
         casts = autocast_as_now(device) if apart else nullcontext()
+        once = apart and torch.is_autocast_cache_enabled()
+        if once:
+            self._refuse_second(unit)
         if way in (KEPT, LEAN):
             with casts, lean_pass() if way == LEAN else unit.drawing():
-                return forward(*given.args, **given.kwargs), None
+                result = forward(*given.args, **given.kwargs)
+            self._waits(result if once else ())
+            return result, None
         call = Dropped(
             unit, given, lean=way == DROPPED_LEAN, row=self if grouped else None, number=number,
         )  # fmt: skip
         with casts:
             result = call.run(forward, given)
+        self._waits(result if once else ())
         if grouped:
             call.before = before
             self.calls[number] = ref(call)
             if number != (0 if self.late else self._part(self.parts, number).start):
                 call.hide(made)
         return result, call
+
+    def _refuse_second(self, unit: Unit) -> None:
+        """Refuse a second pass in one autocast context, whose casts of weights would be shared."""
+        self.context = self.context or cast_context(unit.ambient.device)
+        before, unit.reruns.row = unit.reruns.row(), ref(self)
+        if before is not None and before.context is self.context and before.waits:
+            raise CellError(_SECOND.format(unit.name))
+
+    def _waits(self, result: Any) -> None:
+        """Note whether the last result of a pass, whose graph holds this row, waits for a gradient."""
+        node = next((t.grad_fn for t in tensors_in(result) if t.grad_fn is not None), None)
+        if node is not None:
+            self.waits = True
+            node.register_prehook(lambda _: setattr(self, "waits", False))
 
     def prepare(self, call: Dropped) -> bool:
         """Compute the input of a call, or what it saved; return whether it did the latter."""
