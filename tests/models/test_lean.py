@@ -183,6 +183,13 @@ def test_an_operation_is_computed_again_in_the_same_bits(name, train):
         assert name.split()[0] in context.let_go_bytes or name in ("Stack",), context
 
 
+def test_what_the_node_of_a_normalisation_does_not_save_is_noted():
+    """Which arguments these are depends on the version of torch."""
+    for name in ("NativeGroupNorm", "NativeLayerNorm", "NativeBatchNorm"):
+        for function in OPERATIONS[name]:
+            assert name in check(Apply(function), torch.randn(48, 16)).let_go_bytes
+
+
 def test_each_row_of_the_table_is_tried():
     views = {name for name, row in CHEAP.items() if not row.passes}
     elsewhere = {"NativeDropoutBackward0", "CudnnBatchNormBackward0"}  # of a GPU

@@ -915,19 +915,19 @@ def test_layers_of_a_class_are_measured_once_if_they_do_the_same(monkeypatch):
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", [Loop, Stages])
 def test_nothing_is_left_behind(kind):
-    given = (images(),) if kind is Stages else (inputs(), torch.randn(16, 3, WIDTH))
-    given[-1].requires_grad_()
-    model = kind()
-    rg.budget(model, least_of(model, given), given)
-
     def alive():
         gc.collect()
         found = gc.get_objects()
         return sum(type(o) is torch.Tensor for o in found), sum(type(o) is Dropped for o in found)
 
+    others = alive()[1]  # that an earlier test still holds
+    given = (images(),) if kind is Stages else (inputs(), torch.randn(16, 3, WIDTH))
+    given[-1].requires_grad_()
+    model = kind()
+    rg.budget(model, least_of(model, given), given)
     trained(model, *given)
     before = alive()
-    assert before[1] == 0
+    assert before[1] <= others
     for _ in range(3):
         trained(model, *given)
         model(*given)  # a graph that nobody goes through
