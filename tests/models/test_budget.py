@@ -1,6 +1,7 @@
 """``budget``: one budget for all the recurrent modules of a model, divided by what each needs."""
 
 import copy
+import dataclasses
 import random
 from abc import ABC, abstractmethod
 
@@ -529,3 +530,120 @@ def test_what_is_kept_beside_recurrent_modules_is_told(before):
     outputs = 3 * state  # those of the layers, and of the model
     told = division.total_bytes + division.elsewhere_bytes + outputs
     assert rg.measure(step).working_bytes <= told
+
+
+class Wide(nn.Module):
+    def __init__(self, width=24):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class AfterAStem(nn.Module):
+    """Blocks behind a layer of the model's own."""
+
+    def __init__(self, stem):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.blocks = stem, nn.ModuleList(Wide() for _ in range(6))
+
+    def forward(self, x):
+        x = self.stem(x)
+        x = x.flatten(2).transpose(1, 2) if x.dim() == 4 else x
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Inline(AfterAStem):
+    """Holds more than its blocks do before they run."""
+
+    def __init__(self):
+        super().__init__(nn.Linear(24, 400))
+        self.back = nn.Linear(400, 24)
+
+    def forward(self, x):
+        x = self.back(self.stem(x).sin().exp().sigmoid().tanh())
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_the_least_that_a_share_names_works_as_bytes():
+    x = torch.randn(64, 24)
+    with pytest.raises(rg.BudgetError) as caught:
+        rg.budget(Inline(), "10%", x)
+    division = rg.budget(Inline(), caught.value.minimum_bytes, x)
+    assert division.total_bytes == caught.value.minimum_bytes
+
+
+def test_the_rests_own_peak_is_the_ordinary_one_and_told():
+    x = torch.randn(2, 3, 128, 128)
+    plain, model = (AfterAStem(nn.Conv2d(3, 24, 32, 32)) for _ in range(2))
+    with pytest.warns(UserWarning, match="no budget of the budgeted modules lowers it"):
+        division = rg.budget(model, "60%", x)
+    true = working_bytes(plain, x)
+    assert division.rest_bytes == division.peak_bytes == pytest.approx(true, rel=0.05)
+    told = division.ordinary_bytes + division.elsewhere_bytes
+    assert told == pytest.approx(true, rel=0.05)
+    assert "takes" in str(division)
+    assert "no budget of the budgeted modules lowers it" in str(division)
+
+
+@dataclasses.dataclass
+class Aside:
+    weights: torch.Tensor
+    values: torch.Tensor
+
+
+class Telling(nn.Module):
+    """A block of attention that returns how it attended, in an object of its own."""
+
+    def __init__(self, width=24):
+        super().__init__()
+        self.norm, self.mix = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.wide = Wide(width)
+
+    def forward(self, x):
+        q, k, v = self.mix(self.norm(x)).chunk(3, -1)
+        weights = (q @ k.transpose(1, 2) / 5).softmax(-1)
+        return self.wide(x + weights @ v), Aside(weights, v)
+
+
+class Keeping(nn.Module):
+    """Keeps what its blocks tell until its forward pass ends."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Telling() for _ in range(6))
+
+    def forward(self, x):
+        kept = []
+        for block in self.blocks:
+            x, aside = block(x)
+            kept.append(aside)
+        return x
+
+
+@pytest.mark.parametrize("memory", ["least", "45%", "60%"])
+def test_what_a_model_keeps_unseen_counts(memory):
+    plain, model, x = Keeping(), Keeping(), torch.randn(4, 48, 24)
+    least = least_of(model, x)
+    with pytest.raises(rg.BudgetError) as caught:
+        rg.budget(model, "10%", x)
+    assert caught.value.minimum_bytes == least
+    assert "forward" not in vars(model.blocks[0])
+    division = rg.budget(model, least if memory == "least" else memory, x)
+    told = division.total_bytes + division.elsewhere_bytes
+    assert division.peak_bytes <= told
+    assert working_bytes(model, x) <= told + x.nbytes
+    true = working_bytes(plain, x)
+    assert division.ordinary_bytes + division.elsewhere_bytes == pytest.approx(true, rel=0.05)
+    y = torch.ones_like(x)
+    found, expected = (
+        torch.autograd.grad(one(x), [*one.parameters()], y) for one in (model, plain)
+    )
+    assert all(map(torch.equal, found, expected))

@@ -1513,3 +1513,217 @@ def test_layers_that_are_called_otherwise_with_gradients_are_no_row():
     assert "not called in turn" in division.refused["0.blocks.0"]
     assert "1" in division.shares
     assert not [block for block in model[0].blocks if "forward" in vars(block)]
+
+
+class Plain(nn.Module):
+    """A block of two layers."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Blocks(nn.Module):
+    """Blocks in a loop, some of which ``leaves_out`` may tell to leave out."""
+
+    def __init__(self, block=Plain, depth=6, leaves_out=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(block() for _ in range(depth))
+        self.leaves_out = leaves_out or (lambda k: False)
+
+    def forward(self, x):
+        for k, block in enumerate(self.blocks):
+            if not self.leaves_out(k):
+                x = block(x)
+        return x
+
+
+def rows_of(batch=64, width=16):
+    torch.manual_seed(1)
+    return torch.randn(batch, width)
+
+
+COPIES = [
+    copy.copy,
+    copy.deepcopy,
+    lambda layer: pickle.loads(pickle.dumps(layer)),
+    lambda layer: layer._replicate_for_data_parallel(),
+]
+
+
+@pytest.mark.parametrize("copied", COPIES, ids=["copy", "deepcopy", "pickle", "replica"])
+def test_a_copy_of_a_layer_is_a_layer_by_itself(copied):
+    model, x = Blocks(), rows_of()
+    before = len(pickle.dumps(model.blocks[0]))
+    rg.budget(model, "60%", x)
+    assert len(pickle.dumps(model.blocks[0])) == before
+    twin = copied(model.blocks[0])
+    assert "forward" not in vars(twin)
+    twin._modules = {**twin._modules, "up": nn.Linear(16, 64)}
+    expected = x + twin.down(torch.relu(twin.up(x)))
+    assert torch.equal(twin(x), expected)
+    assert torch.equal(twin.forward(x), expected)
+    expected.sum().backward()
+    assert twin.up.weight.grad is not None
+
+
+def test_tensors_that_leave_a_model_carry_nothing():
+    model, x = Blocks(), rows_of()
+    rg.budget(model, "60%", x)
+    states = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda *given: states.append(given[-1]))
+    y = model(x)
+    assert [vars(t) for t in (*states, y)] == [{}] * 7
+    assert pickle.loads(pickle.dumps(states[2].detach())).shape == x.shape
+
+
+@pytest.mark.parametrize("kind", ["back", "before", "both", "changed"])
+def test_hooks_on_layers_hide_no_row(kind):
+    ours, theirs, x = Blocks(), Blocks(), rows_of()
+    calls = {id(ours): [], id(theirs): []}
+    for model, seen in zip((ours, theirs), calls.values(), strict=True):
+        for block in model.blocks:
+            if kind != "before":
+                block.register_full_backward_hook(lambda *_, seen=seen: seen.append("back"))
+            if kind in ("before", "both"):
+                block.register_full_backward_pre_hook(lambda *_, seen=seen: seen.append("before"))
+            if kind == "changed":
+                block.register_forward_hook(lambda *given: given[-1] * 1.5)
+    division = rg.budget(ours, "65%" if kind == "changed" else "55%", x)
+    assert not division.refused
+    assert ", ".join(division.shares).count("blocks") == (6 if kind == "changed" else 2)
+    calls[id(ours)].clear()
+    same(trained(ours, x), trained(theirs, x))
+    assert calls[id(ours)] == calls[id(theirs)]
+    assert len(calls[id(ours)]) == (12 if kind == "both" else 6)
+    allowed = division.total_bytes + division.elsewhere_bytes + 2 * x.nbytes + LOSS
+    assert working_bytes(ours, x) <= allowed < working_bytes(theirs, x)
+
+
+class OfPairs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, pair):
+        z, y = pair
+        return torch.tanh(self.linear(z) + y), y
+
+
+class Pairs(nn.Module):
+    """Layers that hand on a pair; the second one is the same throughout."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(OfPairs() for _ in range(8))
+
+    def forward(self, y):
+        pair = torch.zeros_like(y), y
+        for layer in self.layers:
+            pair = layer(pair)
+        return pair[0]
+
+
+@pytest.mark.parametrize("memory", ["60%", "52%"])
+def test_layers_that_hand_on_a_tuple_are_a_row(memory):
+    ours, theirs, y = Pairs(), Pairs(), rows_of(256)
+    division = rg.budget(ours, memory, y)
+    assert [*division.shares] == ["layers.0 … layers.7"]
+    same(trained(ours, y), trained(theirs, y))
+    allowed = division.total_bytes + division.elsewhere_bytes + y.nbytes + LOSS
+    assert working_bytes(ours, y) <= allowed < working_bytes(theirs, y)
+
+
+CHANCES = {
+    "torch": lambda k: torch.rand([]) < 0.3,
+    "in place": lambda k: torch.empty(1).uniform_(0, 1) < 0.3,
+    "python": lambda k: random.random() < 0.3,
+    "kept if": lambda k: not torch.rand(()) < 0.7,
+}
+
+
+@pytest.mark.parametrize("chance", CHANCES)
+def test_layers_may_be_left_out_by_chance(chance, recwarn):
+    """A plan for all calls serves: one that is not made needs nothing."""
+    ours, theirs = (Blocks(leaves_out=CHANCES[chance]) for _ in range(2))
+    x = rows_of()
+    division = rg.budget(ours, "55%", x)
+    assert [*division.shares] == ["blocks.0 … blocks.5"]
+    allowed = division.total_bytes + division.elsewhere_bytes + 2 * x.nbytes + LOSS
+    for seed in range(12):
+        found = []
+        for model in (ours, theirs):
+            model.zero_grad(set_to_none=True)
+            torch.manual_seed(seed)
+            random.seed(seed)
+            given = x.clone().requires_grad_()
+            taken = rg.measure(lambda m=model, t=given: m(t).sum().backward()).working_bytes
+            found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+            assert model is theirs or taken <= allowed
+        same(*found)
+    assert not recwarn.list
+
+
+def test_a_number_that_is_drawn_between_layers_hides_no_row():
+    model = Blocks(leaves_out=lambda k: random.randrange(1))
+    assert [*rg.budget(model, "55%", rows_of()).shares] == ["blocks.0 … blocks.5"]
+
+
+class Picking(Plain):
+    """Works on the samples whose first number is positive."""
+
+    def forward(self, x):
+        at = (x[:, 0] > 0).nonzero()[:, 0]
+        return x + torch.zeros_like(x).index_add(0, at, self.down(torch.relu(self.up(x[at]))))
+
+
+def test_data_that_need_more_are_noticed_in_their_pass(recwarn):
+    ours, theirs = Blocks(Picking), Blocks(Picking)
+    few, many = rows_of(256), rows_of(256)
+    few[:, 0], many[:, 0] = -50, 50
+    few[:64, 0] = 50
+    division = rg.budget(ours, "100%", few)
+    allowed = division.total_bytes + division.elsewhere_bytes + 2 * few.nbytes + LOSS
+    same(trained(ours, few), trained(theirs, few))
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match=rf"needs \d+ bytes of the {division.total_bytes} allowed"):
+        same(trained(ours, many), trained(theirs, many))
+    recwarn.clear()
+    same(trained(ours, many), trained(theirs, many))
+    assert working_bytes(ours, many) <= allowed < working_bytes(theirs, many)
+    assert not recwarn.list
+    less, other = Blocks(Picking), Blocks(Picking)
+    rg.budget(less, "60%", few)
+    with pytest.warns(UserWarning, match="takes more for these data"):
+        same(trained(less, many), trained(other, many))
+    with pytest.raises(rg.BudgetError, match="too small for an input of this kind"):
+        trained(less, many)
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("memory", ["least", "40%", "80%"])
+@pytest.mark.parametrize("change", ["new", "frozen", "assigned", "evaluated"])
+def test_a_weight_of_one_of_two_rows_is_exchanged(change, memory):
+    ours, theirs, x = Forked(), Forked(), inputs()
+    division = rg.budget(ours, least_of(ours, x) if memory == "least" else memory, x)
+    allowed = division.total_bytes + division.elsewhere_bytes + 3 * x.nbytes * WIDTH // 6
+    same(trained(ours, x), trained(theirs, x))
+    for model in (ours, theirs):
+        if change == "new":
+            model.last[1].mix.weight = nn.Parameter(model.last[1].mix.weight.detach() * 1.1)
+        elif change == "frozen":
+            model.last[1].mix.weight.requires_grad_(False)
+        elif change == "assigned":
+            own = {name: t.clone() for name, t in model.state_dict().items()}
+            model.load_state_dict(own, assign=True)
+        else:
+            model.last.eval()
+    for _ in range(2):
+        same(trained(ours, x), trained(theirs, x))
+        assert working_bytes(ours, x) <= allowed

@@ -209,6 +209,7 @@ class _Kept:
         self.model, self.sample, self.needs = model, sample, needs
         self.ordinary, self.elsewhere, self.rest, self.peak = ordinary, elsewhere, 0, 0
         self.shares: dict[str, Share] = {}
+        self.are_rows = all(one.called_rows for one in needs)
 
     def give(self, total: int) -> int:
         """Give the parts so many bytes together. Return what a pass takes beyond the rest's."""
@@ -224,6 +225,8 @@ class _Kept:
 
     def least(self, least: int) -> int:
         """Return the least budget that is kept, if the parts can do with ``least``."""
+        if not self.are_rows:
+            return least
         taken = self.give(least)
         return least if self._is_rest(taken) or self._is_little(taken - least) else taken
 
@@ -231,6 +234,8 @@ class _Kept:
         """Give the parts what keeps a pass within a budget. Return the least budget that is kept if
         none does."""
         more, given = self.give(total) - total, total
+        if not self.are_rows:  # the results of modules are beyond their budget
+            return total
         if self._is_little(more) or (total >= self.ordinary and not self._is_rest(more + total)):
             self.elsewhere += max(0, more)
             return total

@@ -200,18 +200,20 @@ class CalledRow:
         if (reason := given.refusal()) is not None:
             raise CellError(f"layer {self.names[k]} {reason}")
         now = self._pass(number, given)
-        if now is None or now.calls is None or k not in now.kind.active:
-            at = now.kind.active.index(k) if now is not None and k in now.kind.active else -1
-            with self._watching(now, at, given, ()):
-                result = forward(*args, **kwargs)
+        if now is None or k not in now.kind.active:
+            result = forward(*args, **kwargs)
         elif part:
             result = forward(*args) if now.last is None else now.last.run(forward, given)
         else:
             made, at = now.made_of(given), now.kind.active.index(k)
-            self._measure(now.kind, at, given, made if at else None)
-            unit = now.kind.units[at]
-            with self._watching(now, at, given, made):
-                result, now.last = now.calls.run(at, unit, forward, given, made, now.last)
+            if now.calls is not None:
+                self._measure(now.kind, at, given, made if at else None)
+            with self._watching(now.kind, at, given, made):
+                if now.calls is None:
+                    result = forward(*args, **kwargs)
+                else:
+                    run = now.calls.run
+                    result, now.last = run(at, now.kind.units[at], forward, given, made, now.last)
             if self.elsewhere is not None:
                 self._looks(at, given, made, now.last)
         if now is not None and number + 1 < len(self.calls):
@@ -226,7 +228,7 @@ class CalledRow:
                     self.made.append([*map(ref, there)])
         elif now is not None:
             self.handed.on(now, ())
-            if now.calls is not None and self.seen is None:
+            if self.seen is None and now.kind.sizes:
                 self.timeline.end(self)
         if self.elsewhere is not None:
             self.results += map(ref, tensors_in(result))
@@ -234,18 +236,16 @@ class CalledRow:
 
     @contextmanager
     def _watching(
-        self, now: Pass | None, at: int, given: Given, made: Sequence[Tensor | None]
+        self, kind: Known, at: int, given: Given, made: Sequence[Tensor | None]
     ) -> Iterator[None]:
         """Notice, of a call whose sizes depend on data, if it takes more than any before (rule 12).
         Then it is measured anew, and the next pass has another plan."""
-        kind = None if now is None or self.seen is not None else now.kind
-        most = kind.most.get(at) if kind is not None else None
-        if kind is None or most is None:
+        if self.seen is not None or at not in kind.most:
             yield
             return
         with ResultBytes() as found:
             yield
-        if found.nbytes <= most * _ALIKE:
+        if found.nbytes <= kind.most[at] * _ALIKE:
             return
         layers, unit = self.layers[kind.active[at]], kind.units[at]
         with MEASURING:

@@ -162,12 +162,13 @@ class Timeline:
         kinds, whole = self._known.get(first, ({}, None))
         need = self._before(now, at) + kind.least_bytes
         grown, self._running.grown = getattr(self._running, "grown", None), None
-        if grown is not None and parts is not None:
-            need += peak_of(kind.sizes, parts) - kind.least_bytes
+        if grown is not None:  # the next pass is planned anew, or refused
+            need += peak_of(kind.sizes, parts) - kind.least_bytes if parts is not None else 0
             if need > self.memory:
                 told = _GROWS.format(grown, need, self.memory, kind.least_bytes)
                 warnings.warn(told, stacklevel=7)
-        elif parts is None and need > self.memory:
+            return
+        if parts is None and need > self.memory:
             if whole is None:
                 raise too_small(self.memory, need, kind)
             warnings.warn(_SURPRISE.format(row.names[0], need, self.memory), stacklevel=7)
