@@ -1687,7 +1687,7 @@ def test_data_that_need_more_are_noticed_in_their_pass(recwarn):
     ours, theirs = Blocks(Picking), Blocks(Picking)
     few, many = rows_of(256), rows_of(256)
     few[:, 0], many[:, 0] = -50, 50
-    few[:64, 0] = 50
+    few[:160, 0] = 50
     division = rg.budget(ours, "100%", few)
     allowed = division.total_bytes + division.elsewhere_bytes + 2 * few.nbytes + LOSS
     same(trained(ours, few), trained(theirs, few))
@@ -1699,7 +1699,7 @@ def test_data_that_need_more_are_noticed_in_their_pass(recwarn):
     assert working_bytes(ours, many) <= allowed < working_bytes(theirs, many)
     assert not recwarn.list
     less, other = Blocks(Picking), Blocks(Picking)
-    rg.budget(less, "60%", few)
+    rg.budget(less, least_of(less, few), few)
     with pytest.warns(UserWarning, match="takes more for these data"):
         same(trained(less, many), trained(other, many))
     with pytest.raises(rg.BudgetError, match="too small for an input of this kind"):
