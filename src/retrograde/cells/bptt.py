@@ -29,12 +29,13 @@ from retrograde.replay.switches import autocast_as_now
 from retrograde.replay.trees import Structure, Tensors, flatten, flatten_state
 from retrograde.run.autograd import check_schedule, refuse_both
 from retrograde.run.core import Core
+from retrograde.run.settled import Settled
 from retrograde.run.sources import Moved, Spool, Steps, Stream, TimeFirst, open_source
 from retrograde.run.streaming import Progress, TakeInput, run_stream
 from retrograde.run.transforms import besides_forward, refuse_transforms, uncompiled
 from retrograde.schedule import Schedule
 from retrograde.sizes.cache import CellFits, signature
-from retrograde.sizes.footprint import step_bytes
+from retrograde.sizes.footprint import grown, step_bytes
 from retrograde.units import Memory, parse_memory
 
 # A cell with its loss is measured once for its shapes and a budget: the core, and its fit.
@@ -266,13 +267,15 @@ def _fitted(task: _Task, inputs: Any, memory: Memory) -> tuple[Core, Schedule]:
     def later() -> Tensors:
         return later_state(first, task.probed, task.state)
 
-    def step() -> Hashable:
+    def step() -> tuple[Hashable, Settled]:
         rehearse(first, task.probed, task.state)
-        return step_bytes(first, task.probed, later())
+        found = step_bytes(first, task.probed, later())
+        return found, Settled(planned=0 if first.fused else first.settled.seen)
 
-    def find() -> tuple[int, Fit]:
+    def find(settled: Settled) -> tuple[int, Fit]:
         state = later()
         sizes = footprints(task.cores, task.probed, state, memory, first=task.state)
+        sizes = [grown(one, settled.planned / max(1, first.settled.seen)) for one in sizes]
         return fit_fastest(task.cores, sizes, task.probed, state, memory)
 
     key = repr(memory), len(source)

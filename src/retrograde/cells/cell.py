@@ -19,9 +19,10 @@ from retrograde.replay.referents import Referents
 from retrograde.replay.surroundings import Ambient, version
 from retrograde.replay.trees import LEAF, Structure, Tensors, flatten, flatten_state
 from retrograde.replay.trial import try_out
-from retrograde.run.autograd_core import AutogradCore, Settled
-from retrograde.run.layout import Inputs
+from retrograde.run.autograd_core import AutogradCore
+from retrograde.run.layout import From, InMemory, Inputs
 from retrograde.run.prints import Prints
+from retrograde.run.settled import Settled, operations
 from retrograde.run.states import Like, device_of, each_once, entry, like_of, with_attributes
 
 Cell = Callable[[Any, Any], tuple[Any, Any]]
@@ -84,7 +85,7 @@ class StepCore(AutogradCore):
         return None if self.fused else Prints(length, turn, self.ambient, self.per_call)
 
     def complete(self) -> None:
-        self.settled.passes += 1
+        self.settled.complete()
         used = {id(t) for t in self.parameters}
         unused = any(t.requires_grad and id(t) not in used for t in self.found.tensors)
         self.settled.walked = not (self.ambient.moves or self.numbers or unused)
@@ -192,6 +193,20 @@ def later_state(core: StepCore, inputs: Inputs, state: Tensors) -> Tensors:
         return state
     pairs = zip(state, first, core.state_like, strict=True)
     return [s.to(torch.promote_types(was.dtype, like[1])) for s, was, like in pairs]
+
+
+def largest_first(core: StepCore, inputs: Inputs, state: Tensors, step: int = 0) -> Inputs:
+    """Return inputs that begin with the largest of a few steps, to measure by (rule 12)."""
+    if core.fused or not isinstance(inputs, InMemory):
+        return inputs
+    best = 0, 0
+    with core.ambient.measured():
+        for k in {0, min(step, len(inputs) - 1), len(inputs) // 2, len(inputs) - 1}:
+            sizes: list[int] = []
+            before = operations()
+            core.advance(inputs, k, [k + 1], state, lambda *_: sizes.append(operations()))
+            best = max(best, (sizes[0] - before, -k))
+    return From(inputs, -best[1]) if best[1] else inputs
 
 
 def begin(

@@ -8,7 +8,15 @@ from typing import Any, Literal, cast
 import torch
 from torch import nn
 
-from retrograde.cells.cell import Cell, StepCore, as_pair, begin, examine, later_state
+from retrograde.cells.cell import (
+    Cell,
+    StepCore,
+    as_pair,
+    begin,
+    examine,
+    largest_first,
+    later_state,
+)
 from retrograde.cells.compiled_steps import BLOCK, compiled_steps
 from retrograde.cells.gated import GatedCell, GatedCore, fit_gated, runs_by_loops
 from retrograde.cells.rehearsal import rehearse
@@ -19,9 +27,10 @@ from retrograde.recurrent.fastest import fit_measured
 from retrograde.replay.switches import autocast_as_now
 from retrograde.replay.trees import Structure, Tensors, flatten, flatten_inputs, flatten_state
 from retrograde.run.autograd import check_schedule, refuse_both, run_schedule, run_without_gradient
-from retrograde.run.autograd_core import Settled, run_ordinary
+from retrograde.run.autograd_core import run_ordinary
 from retrograde.run.core import Core
 from retrograde.run.layout import InBlocks, Inputs, Layout, Straight, check_length
+from retrograde.run.settled import Settled
 from retrograde.run.transforms import (
     besides_forward,
     is_transformed,
@@ -32,7 +41,7 @@ from retrograde.run.transforms import (
 from retrograde.scan.any_cell import run_cell
 from retrograde.schedule import Schedule
 from retrograde.sizes.cache import CellFits, LRUCache, signature
-from retrograde.sizes.footprint import footprint, step_bytes
+from retrograde.sizes.footprint import footprint, grown, step_bytes
 from retrograde.units import Memory, parse_memory
 
 # A cell is measured once for its shapes, and a schedule fitted once for a budget.
@@ -208,14 +217,18 @@ class CellCall:
         ways = moving, torch.get_num_threads(), self.compile
         shapes = *ways, core.state_like, *tensors
 
-        def step() -> Hashable:
+        def step() -> tuple[Hashable, Settled]:
             rehearse(core, inputs, states)
-            return step_bytes(core, inputs, later_state(core, inputs, states))
-
-        def find() -> Fit:
             later = later_state(core, inputs, states)
-            sizes = footprint(core, inputs, later, memory=memory, first=states)
-            return fit_measured(core, inputs, later, memory, sizes)[0]
+            found = step_bytes(core, largest_first(core, inputs, later), later)
+            return found, Settled(planned=core.settled.seen)
+
+        def find(settled: Settled) -> Fit:
+            later = later_state(core, inputs, states)
+            measured = largest_first(core, inputs, later, settled.step)
+            sizes = footprint(core, measured, later, memory=memory, first=states)
+            sizes = grown(sizes, settled.planned / max(1, core.settled.seen))
+            return fit_measured(core, measured, later, memory, sizes)[0]
 
         parts = [core.found]
         return _FITS.fit(parts, shapes, repr(memory), step, find)

@@ -27,6 +27,7 @@ from retrograde.replay.trees import Tensors
 from retrograde.run.core import Core, Emit, Gate, Gradient, Gradients, Tape, as_leaf, window
 from retrograde.run.layout import Inputs, Layout, steps_of
 from retrograde.run.prints import Prints
+from retrograde.run.settled import operations
 from retrograde.run.states import each_once, entry, renewed, renewed_apart
 from retrograde.schedule import Action, Backward, Load
 
@@ -36,18 +37,6 @@ _NO_SECOND_ORDER = (
     "create_graph=False; for second derivatives use backward=None, memory=None and "
     "schedule=None (ordinary BPTT)"
 )
-
-
-@dataclass
-class Settled:
-    """What earlier calls of the same cell have shown.
-
-    ``walked`` says that in a whole call no step used a tensor that was not known before. ``passes``
-    is the number of calls that were backpropagated.
-    """
-
-    walked: bool = False
-    passes: int = 0
 
 
 @dataclass
@@ -156,10 +145,12 @@ class AutogradCore(Core):
                 state = each_once(renewed, state)
             if emit is None:
                 state = self.carry(x, state)
-            else:
-                outputs, state = self(x, state)
-                emit(k, k + 1, outputs, state)
-                del outputs
+                continue
+            before = operations()
+            outputs, state = self(x, state)
+            self.settled.note(k, operations() - before)
+            emit(k, k + 1, outputs, state)
+            del outputs
         return state
 
     def record(
@@ -186,7 +177,10 @@ class AutogradCore(Core):
                 outputs, after = _record_steps(self, x, given, start, last, emit, watch)
             else:
                 leaves = x if self.fused else [t[...] if t.requires_grad else t for t in x]
+                before = operations()
                 outputs, after = self._run_for(emit)(leaves, given)
+                if not self.fused:
+                    self.settled.note(start, operations() - before)
                 if emit is not None:
                     emit(start, stop, outputs, after)
                 if watch is not None:
@@ -264,9 +258,11 @@ def _record_steps(
 
     An output that is the state is left out at the last step, unless that is the last step of all.
     """
-    found, run = [], core._run_for(emit)
+    found, run, settled = [], core._run_for(emit), core.settled
     for k, x in enumerate(zip(*(t.unbind() for t in leaves), strict=True), start):
+        before = operations()
         outputs, state = run(list(x), state)
+        settled.note(k, operations() - before)
         if emit is not None:
             emit(k, k + 1, outputs, state)
         if watch is not None:

@@ -19,6 +19,7 @@ from retrograde.replay.surroundings import Ambient, Snapshot
 from retrograde.replay.trees import Tensors
 from retrograde.run.layout import Inputs, Layout
 from retrograde.run.prints import Prints
+from retrograde.run.settled import Settled
 from retrograde.schedule import Action
 
 Gradient = Tensor | None
@@ -56,6 +57,7 @@ class Core(ABC):
     sums = False
     strides = False
     stepwise = False  # states require a gradient, and have a history, as in the plain loop
+    settled = Settled()  # of a cell, what its steps have shown
     ambient: Ambient  # the surroundings that a step depends on
 
     @property

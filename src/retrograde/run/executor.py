@@ -20,8 +20,21 @@ from retrograde.replay.trees import Tensors
 from retrograde.run.core import Core, Emit, Gradients, Tape
 from retrograde.run.layout import Inputs
 from retrograde.run.prints import Prints
+from retrograde.run.settled import LargerSteps
 from retrograde.run.states import each_once, renewed
 from retrograde.schedule import Action, Advance, Backward, Free, Load, Record, Schedule, Store
+
+
+@dataclass
+class _Later:
+    """A range that was run, but not recorded."""
+
+    start: int
+    stop: int
+    state: Tensors
+    ambient: Snapshot
+    state_after: Tensors = field(default_factory=list)
+    ambient_after: Snapshot = ()
 
 
 @dataclass
@@ -40,7 +53,7 @@ class Run:
     position: int = 0
     state: Tensors = field(default_factory=list)
     stored: dict[int, tuple[Tensors, Snapshot]] = field(default_factory=dict)
-    tapes: list[Tape] = field(default_factory=list)
+    tapes: "list[Tape | _Later]" = field(default_factory=list)
     cuts: Sequence[int] | None = None
     states: int = 0
     prints: Prints | None = None
@@ -64,8 +77,7 @@ class Run:
             match self.actions[self.done]:
                 case Backward(start, _):
                     self.done, self.state = self.done + 1, []
-                    while self.tapes and self.tapes[-1].start >= start:
-                        self.core.backpropagate(self.tapes.pop(), gradients)
+                    self._consume(inputs, start, gradients)
                 case _:
                     self._perform(inputs, None)
         self.state = []
@@ -84,20 +96,70 @@ class Run:
                     state = each_once(renewed, self.state) if at == 0 else self.state
                 self.stored[at] = state, self.core.ambient.capture()
             case Record(start, stop):
-                for a, b in self._tapes(start, stop):
-                    state, self.state = [*self.state], []
-                    if emit is None and self.prints is not None and self.prints.covers(a, b):
-                        tape = self.core.record(inputs, a, b, state, self.prints)
-                    else:
-                        tape = self.core.record(inputs, a, b, state, emit)
-                    self.tapes.append(tape)
-                    self.state, self.position = tape.state_after, b
+                self._record(inputs, start, stop, emit)
             case Load(at):
                 self.state, ambient = self._kept(at)
                 self.core.ambient.restore(ambient)
                 self.position = at
             case Free(at):
                 del self.stored[at]
+
+    def _record(self, inputs: Inputs, start: int, stop: int, emit: Emit | None) -> None:
+        """Record a range; or put it off if its steps are larger than those that were measured."""
+        settled = self.core.settled
+        if not settled.planned:
+            self._record_all(inputs, start, stop, emit)
+            return
+        later = _Later(start, stop, self.state, self.core.ambient.capture())
+        if settled.at_once(stop - start) < stop - start:
+            self._put_off(inputs, later, emit)
+            return
+        count, done = len(self.tapes), stop
+        try:
+            with settled.within(stop - start):
+                self._record_all(inputs, start, stop, emit)
+        except LargerSteps as larger:
+            done = larger.step
+        if done < stop:
+            del self.tapes[count:]
+            self._put_off(inputs, later, emit and (lambda a, *rest: a < done or emit(a, *rest)))
+
+    def _record_all(self, inputs: Inputs, start: int, stop: int, emit: Emit | None) -> None:
+        for a, b in self._tapes(start, stop):
+            state, self.state = [*self.state], []
+            look = self.prints is not None and self.prints.covers(a, b)
+            taker = self.prints if emit is None and look else emit
+            tape = self.core.record(inputs, a, b, state, taker)
+            self.tapes.append(tape)
+            self.state, self.position = tape.state_after, b
+
+    def _put_off(self, inputs: Inputs, later: "_Later", emit: Emit | None) -> None:
+        """Run a range without recording it; it is recorded in pieces when it is backpropagated."""
+        self.core.ambient.restore(later.ambient)
+        with torch.no_grad():
+            (after,) = self.core.advance(inputs, later.start, [later.stop], later.state, emit)
+        later.state_after, later.ambient_after = after, self.core.ambient.capture()
+        self.tapes.append(later)
+        self.state, self.position = after, later.stop
+
+    def _consume(self, inputs: Inputs, start: int, gradients: Gradients) -> None:
+        """Backpropagate the recorded ranges from some step on."""
+        while self.tapes and self.tapes[-1].start >= start:
+            tape = self.tapes.pop()
+            if not isinstance(tape, _Later):
+                self.core.backpropagate(tape, gradients)
+                continue
+            stop = tape.stop
+            while stop > tape.start:
+                a = max(tape.start, stop - self.core.settled.at_once(tape.stop - tape.start))
+                self.core.ambient.restore(tape.ambient)
+                self.state = tape.state
+                if a > tape.start:
+                    with torch.no_grad():
+                        (self.state,) = self.core.advance(inputs, tape.start, [a], tape.state, None)
+                self._record_all(inputs, a, stop, None)
+                self.state, stop = [], a
+                self._consume(inputs, a, gradients)
 
     def _advance(self, inputs: Inputs, start: int, emit: Emit | None) -> None:
         """Perform an ``Advance``, and with it those that follow directly after a ``Store``. The

@@ -114,6 +114,20 @@ class InMemory(Inputs):
         return self.layout.leaves(self.tensors, index)
 
 
+class From(InMemory):
+    """The same inputs, but ranges begin at step ``first``, or at the last one that they can."""
+
+    def __init__(self, inputs: InMemory, first: int) -> None:
+        super().__init__(inputs.layout, inputs.tensors, inputs.outputs)
+        object.__setattr__(self, "first", first)
+
+    def __getitem__(self, index: Index) -> Tensors:
+        one = not isinstance(index, slice)
+        start, stop = (index, index + 1) if one else (index.start, min(index.stop, len(self)))
+        shift = max(0, min(self.first, len(self) - stop))
+        return super().__getitem__(start + shift if one else slice(start + shift, stop + shift))
+
+
 class ByRows(Layout):
     """Each call has its own rows of every tensor."""
 
@@ -351,7 +365,7 @@ class InBlocks(Layout):
 
 def steps_of(inputs: Inputs, start: int, stop: int) -> Iterator[Tensors]:
     """Iterate over the leaves of steps. Rows of tensors in memory are cut out some at a time."""
-    if not (isinstance(inputs, InMemory) and isinstance(inputs.layout, Straight)):
+    if type(inputs) is not InMemory or not isinstance(inputs.layout, Straight):
         yield from map(inputs.__getitem__, range(start, stop))
         return
     for first in range(start, stop, ROWS):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from retrograde.machine import MEASURING
 from retrograde.replay.referents import Referents
-from retrograde.run.autograd_core import Settled
+from retrograde.run.settled import Settled
 from retrograde.sizes.allocations import is_profiled
 
 T = TypeVar("T")
@@ -100,21 +100,20 @@ class CellFits(LRUCache[T]):
         parts: Sequence[Referents],
         shapes: Hashable,
         budget: Hashable,
-        step: Callable[[], Hashable],
-        find: Callable[[], T],
+        step: Callable[[], tuple[Hashable, Settled]],
+        find: Callable[[Settled], T],
     ) -> tuple[T, Settled]:
         """Return the fit for a cell, and properties that its calls have settled. ``find`` computes
-        the fit if it is not known; ``step`` measures the bytes of a step. ``parts`` are what it
+        the fit for the largest step that was seen; ``step`` measures a step. ``parts`` are what it
         refers to. ``shapes`` is all else that these bytes depend on, and ``budget`` all else that
         the fit depends on."""
         made_of, kinds = (
             tuple(identity(part, values=values) for part in parts) for values in (True, False)
         )
         modules = [module for found in parts for module in found.modules]
-        step_bytes, settled = self._steps.get(
-            (made_of, shapes), lambda: (step(), Settled()), of=modules
-        )
-        return self.get((kinds, step_bytes, shapes, budget), find, of=modules), settled
+        step_bytes, settled = self._steps.get((made_of, shapes), step, of=modules)
+        key = kinds, step_bytes, shapes, budget, settled.level()
+        return self.get(key, lambda: find(settled), of=modules), settled
 
 
 def signature(t: Tensor) -> tuple[Any, ...]:

@@ -176,6 +176,21 @@ def step_bytes(core: Core, inputs: Inputs, state: Tensors) -> Hashable:
         return _measure_range(core, inputs, state, 1)
 
 
+def grown(sizes: Footprint, factor: float) -> Footprint:
+    """Return a footprint of steps that take more than those that were measured by a factor."""
+    if factor <= 1.0:
+        return sizes
+
+    def more(curve: Curve) -> Curve:
+        return Curve(tuple((steps, int(factor * size)) for steps, size in curve.points))
+
+    kinds = ("advance", "held", "record", "backward")
+    curves = {kind: more(getattr(sizes, kind)) for kind in kinds}
+    ordinary = sizes.ordinary
+    whole = ordinary.curves if isinstance(ordinary, Highest) else (ordinary,)
+    return replace(sizes, **curves, ordinary=Highest(tuple(map(more, whole))), even=True)
+
+
 def _lengths(core: Core) -> tuple[int, ...]:
     """Return the lengths of ranges to measure.
 

@@ -1,0 +1,95 @@
+"""What earlier calls of the same cell have shown, and what was planned for its steps (rule 12).
+
+A step's size is the number of operations that it records for its backward pass: it takes no time to
+count. A pass whose steps are larger than those that were measured records shorter ranges. The next
+call plans for the largest step that was seen.
+
+Known limit: a step of larger tensors, but of as many operations, is not noticed.
+"""
+
+import math
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+_UNLIKE = 1.1
+_MOST_PIECES = 16  # that a range is recorded in; its steps run again for each
+
+#: Returns the number of operations that this thread has recorded.
+operations = torch._C._autograd._get_sequence_nr
+
+
+class LargerSteps(Exception):  # noqa: N818
+    """Raised at a step where a range records more than was planned for all of it."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(step)
+        self.step = step
+
+
+@dataclass
+class Settled:
+    """What earlier calls of the same cell have shown.
+
+    ``walked`` says that in a whole call no step used a tensor that was not known before. ``passes``
+    is the number of calls that were backpropagated. ``planned`` is the most operations of a
+    measured step, 0 if that is not known, and ``seen`` the most of any step, that of ``step``.
+    ``left`` is how many more the range that is being recorded may have.
+    """
+
+    walked: bool = False
+    passes: int = 0
+    planned: int = 0
+    seen: int = 0
+    step: int = 0
+    told: int = 0
+    left: float = math.inf
+
+    @property
+    def growth(self) -> float:
+        """The factor by which the largest step exceeds those that were measured, or 1."""
+        factor = self.seen / self.planned if self.planned else 1.0
+        return factor if factor > _UNLIKE else 1.0
+
+    def level(self) -> int:
+        """Return the operations of a step to plan for: from now on the most that were seen."""
+        if self.growth > 1.0:
+            self.planned = self.seen
+        return self.planned
+
+    @contextmanager
+    def within(self, steps: int) -> Iterator[None]:
+        """Raise LargerSteps in a block that has more operations than planned for so many steps."""
+        self.left = _UNLIKE * self.planned * steps
+        try:
+            yield
+        finally:
+            self.left = math.inf
+
+    def at_once(self, steps: int) -> int:
+        """Return how many steps to record where so many were planned."""
+        return max(1, math.ceil(steps / _MOST_PIECES), int(steps / self.growth))
+
+    def note(self, step: int, count: int) -> None:
+        """Note the operations of a step. Raises LargerSteps if the range has no room for them."""
+        if count > self.seen:
+            self.seen, self.step = count, step
+        self.left -= count
+        if self.left < 0:
+            raise LargerSteps(step)
+
+    def complete(self) -> None:
+        """Note that a call was backpropagated, and tell of larger steps once."""
+        self.passes += 1
+        if self.growth > 1.0 and self.seen > self.told:
+            self.told = self.seen
+            warnings.warn(
+                f"step {self.step} of the cell records {self.seen} operations, where the steps "
+                f"that its memory was measured by record {self.planned}: ranges were made shorter, "
+                "but this pass may have exceeded its budget; the next call plans for such steps. "
+                "To avoid this, let the first call have the largest steps",
+                stacklevel=2,
+            )
