@@ -70,13 +70,14 @@ def _in_one_loop(core: StepCore, x: Tensors, state: Tensors, steps: int) -> _Res
         roots, seeds = zip(*seeded, strict=True)
         found = torch.autograd.grad(roots, wanted, seeds, allow_unused=True, retain_graph=True)
     by = {id(t): g for t, g in zip(wanted, found, strict=False)}
-    known = {id(t) for t in core.targets}
+    parameters = [by.get(id(t)) for t in core.targets]
+    targets = {id(t) for t in core.targets}
     return _Results(
         [y.detach() for y in outputs],
         [t.detach() for t in after],
         [by.get(id(t)) for t in x],
-        [None if id(t) in known else by.get(id(t)) for t in state],
-        [by.get(id(t)) for t in core.targets],
+        [None if id(t) in targets else by.pop(id(t), None) for t in state],
+        parameters,
     )
 
 

@@ -1,0 +1,272 @@
+"""Steps within a budget are those of the plain loop: their states, their results, their sizes."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import retrograde as rg
+
+B, H = 4, 8
+
+
+def plain(cell, x, state):
+    outputs = []
+    for x_t in x:
+        y, state = cell(x_t, state)
+        outputs.append(y)
+    return torch.stack(outputs), state
+
+
+def gradients(y, tensors):
+    return torch.autograd.grad(y.square().sum(), tensors, allow_unused=True)
+
+
+def setting(steps=20):
+    torch.manual_seed(0)
+    return nn.GRUCell(5, H), torch.randn(steps, B, 5), torch.zeros(B, H)
+
+
+ASKS = {
+    "requires_grad": lambda h: h.requires_grad,
+    "grad_fn": lambda h: h.grad_fn is None,
+    "leaf": lambda h: h.is_leaf,
+    "class": lambda h: isinstance(h, nn.Parameter),
+    "attribute": lambda h: getattr(h, "age", 0) % 3 == 1,
+}
+
+
+@pytest.mark.parametrize("asks", ASKS)
+@pytest.mark.parametrize("kind", ["constant", "parameter", "computed"])
+def test_a_step_may_ask_how_its_state_was_made(asks, kind):
+    gru, x, h = setting()
+    weights = [*gru.parameters()]
+    if kind != "constant":
+        h = nn.Parameter(torch.randn(B, H))
+        weights.append(h)
+
+    def first():
+        return h * 2 if kind == "computed" else h
+
+    def cell(x_t, h):
+        new = gru(x_t, h)
+        new = new * 0.5 if ASKS[asks](h) else new
+        new.age = getattr(h, "age", 0) + 1
+        return new, new
+
+    expected, _ = plain(cell, x, first())
+    found, last = rg.unroll(cell, x, first(), memory="40%")
+    assert torch.equal(found, expected)
+    assert last.age == len(x)
+    for ours, theirs in zip(gradients(found, weights), gradients(expected, weights), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_tensors_in_attributes_of_a_state_are_refused():
+    gru, x, h = setting()
+
+    def cell(x_t, h):
+        new = gru(x_t, h) + getattr(h, "old", 0.0)
+        new.old = new * 0.1
+        return new, new
+
+    with pytest.raises(rg.CellError, match="the attributes old"):
+        rg.unroll(cell, x, h, memory="40%")
+
+
+def test_results_require_a_gradient_where_the_plain_loops_do():
+    gru, x, h = setting()
+
+    def cell(x_t, state):
+        h, mean, count = state
+        h = gru(x_t, h)
+        return (h - mean, mean), (h, 0.9 * mean + 0.1 * h.detach(), count + 1)
+
+    def train(run):
+        state, found = (h, torch.zeros(B, H), torch.zeros(())), []
+        for _ in range(2):
+            (y, z), state = run(state)
+            found += [y.requires_grad, z.requires_grad, *(t.requires_grad for t in state)]
+            state = state[0].detach(), *state[1:]  # the others have no history
+            found += gradients(y, [*gru.parameters()])
+        return found
+
+    def loop(state):
+        ys = []
+        for x_t in x:
+            y, state = cell(x_t, state)
+            ys.append(y)
+        return [torch.stack(one) for one in zip(*ys, strict=True)], state
+
+    ours = train(lambda state: rg.unroll(cell, x, state, memory="60%"))
+    for one, other in zip(ours, train(loop), strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("call", ["unroll", "bptt"])
+def test_a_step_that_computes_something_else_is_named(call):
+    gru, x, h = setting()
+    done: list[int] = []  # lists are not searched for what changes
+
+    def cell(x_t, h):
+        new = gru(x_t, h) * (1.5 if done and done[-1] >= 20 else 1.0)
+        return new, new
+
+    if call == "unroll":
+        found = rg.unroll(cell, x, h, memory="40%")[0]
+        done.append(20)
+        with pytest.raises(rg.RetrogradeError, match=r"step \d+ of the cell computed something"):
+            found.sum().backward()
+    else:
+        note = lambda count, _: done.append(count)  # noqa: E731
+        with pytest.raises(rg.RetrogradeError, match=r"step \d+ of the cell computed something"):
+            rg.bptt(cell, x, h, loss=lambda t, y: y.sum(), memory="40%", progress=note)
+    assert all(p.grad is None for p in gru.parameters())
+
+
+def test_only_some_steps_are_checked_later(monkeypatch):
+    from retrograde.run import prints
+
+    gru, x, h = setting(64)
+    counted = []
+    known = prints.fingerprint
+    monkeypatch.setattr(prints, "fingerprint", lambda t: counted.append(t) or known(t))
+
+    def cell(x_t, h):
+        new = gru(x_t, h)
+        return new, new
+
+    numbers = []
+    for _ in range(9):
+        counted.clear()
+        rg.unroll(cell, x, h, memory="40%")[0].sum().backward()
+        numbers.append(len(counted))
+    assert numbers == [64, *[8] * 8]
+
+
+def test_pieces_of_one_tensor_may_be_captured():
+    torch.manual_seed(0)
+    encoder, gru = nn.Linear(6, 2 * H), nn.GRUCell(H, H)
+    memory, x, h = torch.randn(B, 7, 6), torch.zeros(12, B, 0), torch.ones(B, H)
+
+    def make(split):
+        keys, values = split(encoder(memory))
+        keys = keys / 3
+
+        def cell(_, h):
+            weights = torch.softmax((keys @ h.unsqueeze(-1)).squeeze(-1), 1)
+            h = gru((weights.unsqueeze(-1) * values).sum(1), h)
+            return h, h
+
+        return cell
+
+    for split in (
+        lambda t: t.chunk(2, -1),
+        lambda t: t.view(B, 7, 2, H).unbind(2),
+        lambda t: t.split([H, H], -1),
+    ):
+        expected = gradients(plain(make(split), x, h)[0], [*encoder.parameters()])
+        found = gradients(rg.unroll(make(split), x, h, memory="60%")[0], [*encoder.parameters()])
+        torch.testing.assert_close(found, expected)
+
+
+class TestSteps:
+    """An ODE-RNN: as many Euler steps as its input says."""
+
+    @staticmethod
+    def make():
+        torch.manual_seed(0)
+        f = nn.Sequential(nn.Linear(H, 4 * H), nn.Tanh(), nn.Linear(4 * H, H))
+        gru = nn.GRUCell(5, H)
+
+        def cell(inputs, h):
+            x_t, gap = inputs
+            for _ in range(int(gap)):
+                h = h + 0.1 * f(h)
+            h = gru(x_t, h)
+            return h, h
+
+        return cell, [*f.parameters(), *gru.parameters()], torch.randn(40, B, 5), torch.zeros(B, H)
+
+    @pytest.mark.parametrize("later", [[12] * 40, [1] * 10 + [12] * 30])
+    def test_a_later_call_with_larger_steps(self, later):
+        cell, weights, x, h = self.make()
+        ones = torch.ones(40, B, H)
+
+        def call(gaps):
+            y, h_t = rg.unroll(cell, (x, torch.tensor(gaps)), h, memory=60_000)
+            return y, h_t.detach(), torch.autograd.grad(y, weights, ones)
+
+        call([1] * 40)
+        with pytest.warns(UserWarning, match="records .* operations, where the steps"):
+            assert rg.measure(lambda: call(later)).working_bytes <= 1.5 * 60_000
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            measured = rg.measure(lambda: call(later))
+        assert measured.working_bytes <= 60_000
+        state, outputs = h, []
+        for x_t, gap in zip(x, later, strict=True):
+            y, state = cell((x_t, gap), state)
+            outputs.append(y)
+        expected = torch.autograd.grad(torch.stack(outputs), weights, ones)
+        torch.testing.assert_close(measured.value[2], expected)
+
+    @pytest.mark.parametrize("gaps", [[1] * 6 + [12] * 34, [12] * 6 + [1] * 34])
+    def test_the_first_call_is_planned_for_its_largest_steps(self, gaps):
+        cell, weights, x, h = self.make()
+        ones = torch.ones(40, B, H)
+
+        def call():
+            y, h_t = rg.unroll(cell, (x, torch.tensor(gaps)), h, memory=60_000)
+            return y, h_t.detach(), torch.autograd.grad(y, weights, ones)
+
+        call()
+        assert rg.measure(call).working_bytes <= 60_000
+
+    def test_first_steps_without_a_gradient(self):
+        gru, x, h = setting(100)
+        steps, ones = torch.arange(100), torch.ones(100, B, H)
+
+        def cell(inputs, h):
+            x_t, t = inputs
+            with torch.set_grad_enabled(bool(t >= 15)):
+                h = gru(x_t, h)
+            return h, h
+
+        def call():
+            y, h_t = rg.unroll(cell, (x, steps), h, memory="20%")
+            return y, h_t.detach(), torch.autograd.grad(y, [*gru.parameters()], ones)
+
+        call()
+        allowed = rg.fit(cell, (x, steps), h, memory="20%").budget_bytes
+        assert rg.measure(call).working_bytes <= allowed
+
+
+def test_a_loop_in_a_loop_is_measured_once(monkeypatch):
+    from retrograde.cells import unroll
+
+    torch.manual_seed(0)
+    fast, slow = nn.GRUCell(5, H), nn.GRUCell(H, H)
+    measured = []
+    known = unroll.footprint
+
+    def noted(*arguments, **options):
+        measured.append(arguments)
+        return known(*arguments, **options)
+
+    monkeypatch.setattr(unroll, "footprint", noted)
+
+    def inner(x_t, h):
+        h = fast(x_t, h)
+        return h, h
+
+    def outer(xs, state):
+        h, g = state
+        ys, h = rg.unroll(inner, xs, h, memory="60%")
+        g = slow(ys.mean(0), g)
+        return g, (h, g)
+
+    x, first = torch.randn(6, 7, B, 5), (torch.zeros(B, H), torch.zeros(B, H))
+    rg.unroll(outer, x, first, memory="70%")[0].sum().backward()
+    assert len(measured) <= 4
