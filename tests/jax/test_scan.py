@@ -352,9 +352,78 @@ def test_too_few_steps_and_integers_are_refused():
         rj.fit(lambda h, x: (h, x), jnp.zeros(3), ONES[:0], memory="50%")
 
 
+@pytest.mark.parametrize("constant", [False, 0, 0.0])
+@pytest.mark.parametrize("carried", [True, False])
+def test_a_step_may_return_a_number_of_pythons(constant, carried):
+    """In its carry, as solvers do that know a first step, or as an output."""
+
+    def loss(w, scan, **asked):
+        def step(carry, x):
+            first, h = carry
+            h = jnp.where(first, h, jnp.tanh(w * h + x))
+            return (constant if carried else first, h), constant
+
+        init = type(constant)(carried), jnp.ones((4, 8))
+        return scan(step, init, jnp.ones((30, 4, 8)), **asked)[0][1].sum()
+
+    ours = jax.grad(lambda w: loss(w, rj.scan, memory="60%"))(0.5)
+    assert ours == jax.grad(lambda w: loss(w, jax.lax.scan))(0.5)
+
+
+COLLECTIVES = {
+    "sum": lambda h: h - 0.1 * jax.lax.psum(h, "batch"),
+    "all": lambda h: h - 0.1 * jax.lax.all_gather(h, "batch").sum(0),
+    "index": lambda h: h * 0.5 ** jax.lax.axis_index("batch"),
+}
+
+
+@pytest.mark.parametrize("collective", COLLECTIVES)
+@pytest.mark.parametrize("last", [True, False])
+def test_collectives_over_an_axis_of_vmap(collective, last):
+    """A rerun meets the same axis, though the backward pass is outside of ``vmap``."""
+
+    def loss(w, scan, **asked):
+        def sample(x):
+            def step(h, x):
+                h = COLLECTIVES[collective](jnp.tanh(h @ w + x))
+                return h, h
+
+            return scan(step, jnp.zeros(8), x, **asked)[0 if last else 1]
+
+        xs = jnp.linspace(-1, 1, 40 * 4 * 8).reshape(40, 4, 8)
+        return (jax.vmap(sample, in_axes=1, axis_name="batch")(xs) ** 2).sum()
+
+    w = jnp.eye(8) / 3 + 0.05
+    ours = jax.grad(lambda w: loss(w, rj.scan, memory="75%"))(w)
+    assert_near(ours, jax.grad(lambda w: loss(w, jax.lax.scan))(w))
+
+
+@pytest.mark.quick(0)
+def test_a_mesh_with_explicit_axes():
+    on_two_devices("""
+import jax, jax.numpy as jnp, retrograde.jax as rj
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,))
+with jax.set_mesh(mesh):
+    xs = jax.device_put(jnp.ones((60, 4, 16)), NamedSharding(mesh, P(None, "d")))
+    h = jax.device_put(jnp.zeros((4, 16)), NamedSharding(mesh, P("d")))
+    w = jax.device_put(0.1 * jnp.ones((16, 16)), NamedSharding(mesh, P()))
+    for last in (0, 1):
+        def loss(scan, w, h, xs, **asked):
+            return (scan(lambda h, x: (jnp.tanh(h @ w + x),) * 2, h, xs, **asked)[last]**2).mean()
+        theirs = jax.jit(jax.grad(lambda *a: loss(jax.lax.scan, *a), (0, 1, 2)))(w, h, xs)
+        for memory in ("75%", "40%"):
+            run = jax.grad(lambda *a: loss(rj.scan, *a, memory=memory), (0, 1, 2))
+            own = jax.jit(run)(w, h, xs)
+            for a, b in zip(own, theirs, strict=True):
+                assert a.sharding == b.sharding and jnp.allclose(a, b, rtol=1e-5, atol=1e-9)
+print("equal")
+""")
+
+
 @pytest.mark.quick(0)
 def test_shards_of_data_on_two_devices():
-    code = """
+    on_two_devices("""
 import jax, jax.numpy as jnp, retrograde.jax as rj
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Auto,))
@@ -373,7 +442,10 @@ for checked in (True, False):
         ours = jax.jit(jax.grad(lambda *a: loss(rj.scan, *a, **asked), (0, 1)))(w, x)
         assert all(jnp.allclose(a, b, rtol=1e-5) for a, b in zip(ours, theirs, strict=True)), asked
 print("equal")
-"""
+""")
+
+
+def on_two_devices(code):
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     run = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, **flags}, text=True, capture_output=True

@@ -30,12 +30,7 @@ class Asked:
     schedule: Schedule | None = None
 
     def check(self, length: int) -> None:
-        """Check the arguments before any work.
-
-        Raises:
-            ScheduleError: both are given, or the schedule is illegal or of another length.
-            UnitError: the memory cannot be read.
-        """
+        """Check the arguments before any work; raises ScheduleError or UnitError."""
         if self.memory is not None:
             parse_memory(self.memory)
         if self.memory is not None and self.schedule is not None:
@@ -55,9 +50,7 @@ def fit_scan(recorded: Recorded, length: int, memory: Memory) -> tuple[Fit, Tabl
     The table is None if all residuals fit, as ``jax.lax.scan`` holds them. A plan reuses the memory
     of freed states for recorded steps, but the slots and the tape are buffers of fixed size. So
     plans are made for smaller and smaller budgets, until the buffers of one are within the budget.
-
-    Raises:
-        BudgetError: the budget is too small; the message names the least.
+    Raises BudgetError, which names the least.
     """
     sizes = _footprint(recorded)
     first = found = fit(length, memory, sizes)

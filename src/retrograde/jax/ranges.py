@@ -101,8 +101,9 @@ class Sweeps:
             tape = self._tape()
             # The tape depends on a gradient here. Otherwise XLA may allocate it while the
             # outputs still take memory.
-            for g in [g for g in jax.tree.leaves((g_ys, after)) if g.size][:1]:
-                there = jnp.isnan(g.ravel()[0])
+            first = [*(g[0] for g in jax.tree.leaves(g_ys)), *jax.tree.leaves(after)]
+            for g in [g for g in first if g.size][:1]:
+                there = jnp.isnan(g).any()
                 tape = [jnp.where(there, jnp.ones_like(b), b) if is_real(b) else b for b in tape]
         given = map(some_of, (consts, xs), self.recorded.wanted)
         shares, g_xs = (jax.tree.map(zeros, part) for part in given)

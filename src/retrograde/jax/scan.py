@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 from jax.tree_util import Partial
 
 from retrograde.errors import CellError
@@ -171,7 +172,6 @@ class _Scan:
         table = find_table(recorded, self.order.length, self.asked)
         if table is None:
             return self._vjp(*operands)
-
         sweeps = Sweeps(recorded, table, self.order)
 
         def plain_back(consts: Arrays, xs: Arrays, held: Any, init: Arrays, *given: Any) -> Any:
@@ -183,7 +183,18 @@ class _Scan:
             return sweeps.backward(consts, xs, held, *given)
 
         after, ys, held = _differentiated_as(self.plainly, sweeps.forward)(*operands)
-        return (after, ys), Partial(_differentiated_as(plain_back, back), consts, xs, held, init)
+        pull = _differentiated_as(plain_back, back)
+        if self.step.meets:  # traced here, since ``vmap`` names its axis only within the call
+            g_ys = filled([None] * len(ys), self.step.y, self.order.length)
+            given = consts, xs, held, init, real_of(self.step.carry), g_ys
+            closed, like = jax.make_jaxpr(pull, return_shape=True)(*given)
+            tree = jax.tree.structure(like)
+
+            def pull(*parts: Any) -> Any:
+                found = jaxpr_as_fun(closed)(*jax.tree.leaves(parts))
+                return jax.tree.unflatten(tree, found)
+
+        return (after, ys), Partial(pull, consts, xs, held, init)
 
     def _backward(self, back: Any, cotangents: Any) -> Any:
         """Return the gradients. Symbolic zeros, and cotangents of integers, become None first."""
@@ -194,6 +205,8 @@ class _Scan:
             ]
             for part, types in zip(cotangents, (self.step.carry, self.step.y), strict=True)
         )
+        if self.step.meets:
+            g_ys = filled(g_ys, self.step.y, self.order.length)
         return back(filled(after, self.step.carry), g_ys)
 
 
@@ -225,11 +238,7 @@ _BEYOND = (
 
 
 def _length(xs: Any, length: int | None, least: int) -> int:
-    """Return the number of steps.
-
-    Raises:
-        CellError: the number is missing, contradictory or too small.
-    """
+    """Return the number of steps; raises CellError if it is missing, contradictory or too small."""
     lengths = {int(x.shape[0]) if getattr(x, "ndim", 0) else -1 for x in jax.tree.leaves(xs)}
     if length is not None:
         lengths.add(int(length))

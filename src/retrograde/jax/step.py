@@ -26,7 +26,10 @@ Arrays = list[Any]
 def zeros(like: Any, count: int | None = None) -> Array:
     """Return zeros of the type of an array or of a type, or ``count`` of them stacked."""
     kind = jax.typeof(like) if isinstance(like, Array) else like
-    found = jnp.zeros(kind.shape if count is None else (count, *kind.shape), kind.dtype)
+    stacked, spec = () if count is None else (count,), kind.sharding.spec
+    placed = kind.sharding.update(spec=(*[None] * len(stacked), *spec))
+    own = placed if any(spec) else None  # of a mesh with explicit axes
+    found = jnp.zeros((*stacked, *kind.shape), kind.dtype, out_sharding=own)
     axes = tuple(sorted(kind.manual_axis_type.varying))  # of a mesh, inside ``shard_map``
     return lax.pcast(found, axes, to="varying") if axes else found
 
@@ -67,6 +70,7 @@ class Step:
     consts: Arrays
     carry: Sequence[Any]
     y: Sequence[Any]
+    meets: bool  # whether it has collectives
 
     def __call__(self, consts: Arrays, carry: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
         found = self.program(*consts, *carry, *x)
@@ -74,14 +78,8 @@ class Step:
 
 
 def trace_step(f: Callable[..., Any], init: Any, x: Any) -> tuple[Step, Arrays, Any]:
-    """Trace a scanned function.
-
-    Returns the step, the leaves of the first carry, and the structure of one step's output. Of
-    ``x``, one input, only the types are used.
-
-    Raises:
-        CellError: the carry does not keep its structure and types, or the function has effects.
-    """
+    """Return a scanned function as a step, the leaves of the first carry, and the structure of one
+    step's output. Of ``x``, one input, only the types are used. Raises CellError."""
     carry, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, init))
     closed, result = jax.make_jaxpr(f, return_shape=True)(jax.tree.unflatten(tree, carry), x)
     if not isinstance(result, tuple) or len(result) != 2:
@@ -89,10 +87,12 @@ def trace_step(f: Callable[..., Any], init: Any, x: Any) -> tuple[Step, Arrays, 
             f"the scanned function returned a {type(result).__name__}: expected the pair "
             "(carry, y); return None for y if there is none"
         )
-    if closed.effects:
+    # A collective names an axis, which is an effect only to JAX's own checks.
+    effects = [e for e in closed.effects if type(e).__name__ != "NamedAxisEffect"]
+    if effects:
         raise CellError(
-            f"the scanned function has effects ({', '.join(map(str, closed.effects))}): expected "
-            "none, since steps are run again in the backward pass; take them out of the function"
+            f"the scanned function has effects ({', '.join(map(str, effects))}): expected none, "
+            "since steps are run again in the backward pass; take them out of the function"
         )
     trees: list[Any] = [*map(jax.tree.structure, result)]
     after_tree, y_tree = trees
@@ -115,8 +115,9 @@ def trace_step(f: Callable[..., Any], init: Any, x: Any) -> tuple[Step, Arrays, 
             )
     jaxpr = closed.jaxpr
     opened = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
-    program = jaxpr_as_fun(closed.replace(jaxpr=opened, consts=[]))
-    return Step(program, [*map(jnp.asarray, closed.consts)], after, y), carry, y_tree
+    program = _program(closed.replace(jaxpr=opened, consts=[]))
+    found = Step(program, [*map(jnp.asarray, closed.consts)], after, y, bool(closed.effects))
+    return found, carry, y_tree
 
 
 @dataclass(frozen=True)
@@ -147,11 +148,8 @@ class Recorded:
     @classmethod
     def of(cls, step: Step, operands: Sequence[Arrays], wanted_consts: Sequence[bool],
            wanted_x: Sequence[bool]) -> "Recorded":  # fmt: skip
-        """Return the recorded form of a step.
-
-        It has gradients of the wanted constants and inputs. Of the operands (constants, a carry,
-        an input) only the types are used.
-        """
+        """Return the recorded form of a step, with gradients of the wanted constants and inputs.
+        Of the operands (constants, a carry, an input) only the types are used."""
         trees: list[Any] = []
 
         def run(consts: Arrays, carry: Arrays, x: Arrays) -> Arrays:
@@ -165,11 +163,8 @@ class Recorded:
             trees[:] = [tree]
             return [*after, *y, *residuals]
 
-        def pull(residuals: Arrays, after: Arrays, y: Arrays) -> tuple[Arrays, Arrays, Arrays]:
-            found: tuple[Arrays, Arrays, Arrays] = jax.tree.unflatten(trees[0], residuals)(
-                (after, y)
-            )
-            return found
+        def pull(residuals: Arrays, after: Arrays, y: Arrays) -> Any:
+            return jax.tree.unflatten(trees[0], residuals)((after, y))
 
         closed = jax.make_jaxpr(run)(*operands)
         jaxpr, n, m = closed.jaxpr, len(operands[0]), len(operands[1])
@@ -199,9 +194,9 @@ class Recorded:
         return cls(
             step,
             (wanted_consts, wanted_x),
-            jaxpr_as_fun(closed.replace(jaxpr=whole)),
+            _program(closed.replace(jaxpr=whole)),
             [v.aval for v in held],
-            jaxpr_as_fun(closed.replace(jaxpr=alone)),
+            _program(closed.replace(jaxpr=alone)),
             sources,
             pull,
             max(_peak(jaxpr), _peak(back.jaxpr)) + bytes_of(v.aval for v in fixed),
@@ -216,6 +211,12 @@ class Recorded:
     def residuals(self, **groups: Arrays) -> Arrays:
         """Return all residuals in order, from those held, the fixed ones, and the operands."""
         return [groups[group][i] for group, i in self.sources]
+
+
+def _program(closed: Any) -> Callable[..., Arrays]:
+    """Return a program as a function of arrays; a result may be a Python bool of the program's."""
+    run = jaxpr_as_fun(closed)
+    return lambda *operands: [*map(jnp.asarray, run(*operands))]
 
 
 def _merged(values: Sequence[Any], some: Sequence[Any]) -> Arrays:

@@ -23,11 +23,8 @@ from retrograde.schedule import Action, Advance, Backward, Free, Load, Record, S
 
 
 class Kind(IntEnum):
-    """What a row does.
-
-    ADVANCE runs steps, RECORD runs and records them, and TAPE backpropagates recorded steps. STEP
-    runs one step and backpropagates it. END is the last row.
-    """
+    """What a row does. ADVANCE runs steps, RECORD runs and records them, and TAPE backpropagates
+    recorded steps. STEP runs one step and backpropagates it. END is the last row."""
 
     ADVANCE = 0
     RECORD = 1
@@ -77,10 +74,8 @@ def table_of(schedule: Schedule, again: bool = False) -> Table:
 
 
 def _split(schedule: Schedule) -> Iterable[Action]:
-    """Return the actions, with records divided.
-
-    The cuts are where a state within a record is loaded, and where a backward range begins.
-    """
+    """Return the actions, with records divided where a state within one is loaded, and where a
+    backward range begins."""
     actions = [*schedule]
     loaded = {a.at for a in actions if isinstance(a, Load)}
     cuts = sorted(loaded | {a.start for a in actions if isinstance(a, Backward)})
