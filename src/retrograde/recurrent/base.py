@@ -184,11 +184,7 @@ class BudgetedRNN(nn.RNNBase):
 
     def fit(self, input: Tensor | PackedSequence, hx: Any = None) -> Fit:
         """Return the fit that a call with this input would use: schedule, bytes, least budget.
-
-        Raises:
-            BudgetError: the budget is too small for these shapes.
-            CellError: as :meth:`forward`; also if no ``memory`` is set.
-        """
+        Raises the errors of the call, and CellError if no ``memory`` is set."""
         if self.memory is None:
             raise CellError("there is no budget to fit: give memory=, such as memory=0.05")
         return self._fit_within(self.memory, input, hx)
@@ -208,10 +204,8 @@ class BudgetedRNN(nn.RNNBase):
         return ", ".join([super().extra_repr(), *more])
 
     def _check_asked(self, memory: Memory | None = None) -> None:
-        """Raise if an option is unknown, or two options exclude each other.
-
-        ``memory`` may be another budget than that of the module.
-        """
+        """Raise if an option is unknown, or two options exclude each other. ``memory`` may be
+        another budget than that of the module."""
         memory = self.memory if memory is None else memory
         asked: Any = self.backward
         if asked not in (None, "scan"):

@@ -41,10 +41,11 @@ State = tuple[Tensor, ...]
 class Plan:
     """How a module runs: for each recurrence, its kernel or held plan, and its schedule.
 
-    ``parts`` is empty if torch's own module runs. ``fit`` is None if the caller gave the schedule.
+    A recurrence with None runs in the caller's graph, by torch's kernels. ``parts`` is empty if
+    torch's own module runs. ``fit`` is None if the caller gave the schedule.
     """
 
-    parts: tuple[tuple[Kernel | HeldPlan, Schedule], ...]
+    parts: tuple[tuple[Kernel | HeldPlan | None, Schedule], ...]
     fit: Fit | None = None
 
 
@@ -135,10 +136,8 @@ class Call:
         return self.run(Plan(tuple((plan, whole) for plan in plans)))
 
     def run_chained(self) -> tuple[Tensor, State] | None:
-        """Run as torch's own module does, in as many calls as the vendor's kernel needs.
-
-        Return None if no call can be made.
-        """
+        """Run as torch's own module does, in as many calls as the vendor's kernel needs. Return
+        None if no call can be made."""
         if not self.bidirectional:
             return self.follow(in_one_range(self.length))
         return self.run_held(scans=False) if has_slopes(self.nets(self.weights)[0]) else None
@@ -162,7 +161,7 @@ class Call:
         return x, tuple(torch.cat(parts) for parts in zip(*finals, strict=True))
 
     def _run(
-        self, runner: Kernel | HeldPlan, schedule: Schedule, net: Layers, x: Tensor,
+        self, runner: Kernel | HeldPlan | None, schedule: Schedule, net: Layers, x: Tensor,
         state: Tensors, masks: Dropout | None, resets: Anew | None,
     ) -> tuple[Tensor, Tensors]:  # fmt: skip
         """Run one recurrence by a schedule. Returns the outputs and the last state."""
@@ -170,6 +169,9 @@ class Call:
         layout = Rows(self.length, self.sizes, numbered=masks is not None and not held)
         net = laid_out(net, apart=held or masks is not None)
         core: Core
+        if runner is None:
+            (y,), final, _ = Fused(net, dropout=masks).ordinary(layout, [x], state, lambda t: t)
+            return y, final
         if isinstance(runner, HeldPlan):
             core = HeldLayers(net, layout, self.batch, runner, masks=masks, resets=resets)
         else:
@@ -199,10 +201,8 @@ class Call:
         )
 
     def check_measurable(self) -> None:
-        """Raise CellError if the bytes of this call cannot be measured.
-
-        That is so if a tensor is fake or on the meta device, or if no tensor requires a gradient.
-        """
+        """Raise CellError if the bytes of this call cannot be measured: a tensor is fake or on the
+        meta device, or none requires a gradient."""
         tensors = [self.x, *self.state, *self.weights]
         if is_unreal(tensors):
             places = ", ".join(sorted({str(t.device) for t in tensors}))

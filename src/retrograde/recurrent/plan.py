@@ -80,7 +80,7 @@ class Planner:
         copied: bytes of weights' copies in the vendor's layout, and of sums for frozen weights.
         gradient_copy: bytes per step that torch's own pass takes in addition.
         torchs: whether torch's own module can run this.
-        draws: whether that would draw other masks; it is then used only where nothing else fits.
+        masks: bytes that dropout adds to torch's kernels, which then run only if need be.
     """
 
     layers: tuple[Layer, ...]
@@ -89,7 +89,7 @@ class Planner:
     copied: int = 0
     gradient_copy: int = 0
     torchs: bool = True
-    draws: bool = False
+    masks: int = 0
 
     def least_bytes(self, lengths: Sequences) -> int:
         """Return the smallest budget for held layers."""
@@ -122,7 +122,7 @@ class Planner:
         if exact is not None and self.torchs and may and not vendors:
             ordinary = max(ordinary, exact() - self.gradient_copy * length)
             budget = ordinary if memory is None else as_bytes(memory, ordinary)
-        usual = ordinary + self.gradient_copy * length + self.extra
+        usual = ordinary + self.gradient_copy * length + self.extra + self.masks
         if self.layers[0].onward == "torch":
             # A caller that drops the final state is not handed it. Then torch holds that state,
             # zeros for its gradient, and the gradient of the initial state.
@@ -167,12 +167,11 @@ class Planner:
     def _lags(self, lengths: Sequences) -> bool:
         """Return whether torch's own pass is faster, if there is memory for it."""
         layer = self.layers[0]
-        if self.draws:
-            return False
         by_onednn = layer.kind == "LSTM" and layer.item == 4 and len(lengths.runs) == 1
         wide = by_onednn and 4 * layer.size * (layer.size + layer.width) > _ONEDNN_WEIGHTS
         few = lengths.length < _FEW_STEPS["oneDNN" if by_onednn else layer.kind]
-        return wide or layer.onward == "torch" or (few and lengths.rows * layer.size <= _FEW_STATES)
+        few = few and lengths.rows * layer.size <= _FEW_STATES
+        return not self.masks and (wide or layer.onward == "torch" or few)
 
     def _fastest(
         self, lengths: Sequences, budget: int, told: dict[str, int]

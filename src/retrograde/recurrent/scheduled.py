@@ -41,12 +41,8 @@ _TURNING = 60 * 60  # the numbers that torch buffers while it copies a transpose
 
 
 def find_plan(call: Call, memory: Memory) -> Plan:
-    """Return the fastest plan of a call that fits a budget; the module caches it.
-
-    Raises:
-        BudgetError: the budget is too small; the message names the least budget.
-        CellError: the bytes of the call cannot be measured.
-    """
+    """Return the fastest plan of a call that fits a budget; the module caches it. Raises
+    BudgetError, which names the least budget, or CellError if the bytes cannot be measured."""
 
     def find() -> Plan:
         if call.runs_held:
@@ -120,7 +116,7 @@ def _held_planner(call: Call, ordinary: Ordinary, memory: Memory | None) -> Plan
         copied=copied + max(4, x.itemsize) * max(frozen),
         gradient_copy=ordinary.gradient_copy,
         torchs=not (call.resets or is_too_long(x, call.length)),
-        draws=call.has_dropout,
+        masks=_mask_bytes(call),
     )
 
 
@@ -225,7 +221,7 @@ def _fit_whole(call: Call, memory: Memory) -> Plan:
     """Return the plan of torch's own module; raises BudgetError."""
     known = _ordinary(call, memory)
     ordinary = known(call.length, len(call.x))
-    usual = ordinary + known.gradient_copy * call.length + _extra_bytes(call)
+    usual = ordinary + known.gradient_copy * call.length + _extra_bytes(call) + _mask_bytes(call)
     if not known.is_certain(call.length):
         usual = max(usual, measure_whole(call))
     budget = max(as_bytes(memory, ordinary), usual if asks_for_all(memory) else 0)
@@ -239,9 +235,11 @@ def _fit_whole(call: Call, memory: Memory) -> Plan:
 
 
 def _plan(call: Call, held: HeldPlan | None, fit: Fit) -> Plan:
-    """Return a plan that runs each recurrence alike; torch's own module if ``held`` is None."""
+    """Return a plan that runs each recurrence alike; torch's own module if ``held`` is None, layer
+    by layer if there is dropout, whose masks are the same at every budget."""
     layers = call.module.num_layers if call.bidirectional else 1
-    parts = () if held is None else ((held, fit.schedule),) * layers
+    masked = call.has_dropout and (call.runs_held or not call.bidirectional)
+    parts = ((held, fit.schedule),) * layers if held or masked else ()
     counts = {name: layers * getattr(fit, name) for name in ("forward_steps", "calls", "time")}
     return Plan(parts, replace(fit, **counts))
 
@@ -254,6 +252,12 @@ def _extra_bytes(call: Call) -> int:
     if call.resets is not None:
         extra += 4 * state + 2 * sum(starts.nbytes for starts in call.resets.starts)
     return extra
+
+
+def _mask_bytes(call: Call) -> int:
+    """Return what masks by place take beside torch's: a seed a row, and what is drawn at a time."""
+    rows, wide = call.x[..., 0].numel(), (1 + call.bidirectional) * call.module.hidden_size
+    return call.has_dropout * (rows * (wide * call.x.element_size() + 8) + 64 * len(call.weights))
 
 
 def _ordinary(call: Call, memory: Memory | None) -> Ordinary:
