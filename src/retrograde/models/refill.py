@@ -378,7 +378,7 @@ class Row:
             raise CellError(_SECOND.format(unit.name))
 
     def _waits(self, result: Any) -> None:
-        """Note whether the last result of a pass, whose graph holds this row, waits for a gradient."""
+        """Note whether the last result of a pass waits for a gradient. Its graph holds this row."""
         node = next((t.grad_fn for t in tensors_in(result) if t.grad_fn is not None), None)
         if node is not None:
             self.waits = True
