@@ -270,3 +270,65 @@ def test_a_loop_in_a_loop_is_measured_once(monkeypatch):
     x, first = torch.randn(6, 7, B, 5), (torch.zeros(B, H), torch.zeros(B, H))
     rg.unroll(outer, x, first, memory="70%")[0].sum().backward()
     assert len(measured) <= 4
+
+
+def test_a_share_under_autocast_is_of_what_the_plain_loop_holds():
+    torch.manual_seed(0)
+    gru, x = nn.GRUCell(8, 32), torch.randn(100, 4, 8)
+    h, ones = torch.zeros(4, 32).bfloat16(), torch.ones(100, 4, 32).bfloat16()
+
+    def cell(x_t, h):
+        h = gru(x_t, h)
+        return h, h
+
+    def loop():
+        with torch.autocast("cpu", torch.bfloat16):
+            y, last = plain(cell, x, h)
+        return y, last.detach(), torch.autograd.grad(y, [*gru.parameters()], ones)
+
+    held = rg.measure(loop).working_bytes
+    with torch.autocast("cpu", torch.bfloat16):
+        told = rg.fit(cell, x, h, memory="30%").ordinary_bytes
+    assert abs(told - held) <= 0.05 * held
+
+
+def test_a_module_may_override_what_lists_its_modules():
+    class Neuron(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(5, H)
+            self.register_buffer("v", torch.zeros(B, H))
+
+        def modules(self):
+            return dict(self.named_children())
+
+        def parameters(self):
+            return {"linear": self.linear.weight}
+
+        def forward(self, x):
+            self.v = 0.9 * self.v + self.linear(x)
+            return torch.tanh(self.v)
+
+    torch.manual_seed(0)
+    net, x = Neuron(), torch.randn(20, B, 5)
+    expected = gradients(torch.stack([net(x_t) for x_t in x]), [net.linear.weight])
+    net.v = torch.zeros(B, H)
+    found = rg.unroll(net, x, memory="50%", stateful=[net])[0]
+    torch.testing.assert_close(gradients(found, [net.linear.weight]), expected)
+
+
+def test_a_buffer_that_no_step_writes_is_not_charged():
+    class Cell(nn.Module):
+        def __init__(self, rows):
+            super().__init__()
+            self.linear = nn.Linear(H, H)
+            self.register_buffer("table", torch.ones(rows, H))
+
+        def forward(self, x, h):
+            h = torch.tanh(x + self.linear(h) + self.table[0])
+            return h, h
+
+    x, h = torch.randn(20, B, H), torch.zeros(B, H)
+    small, large = (rg.fit(Cell(rows), x, h, memory="100%") for rows in (1, 5000))
+    assert small.ordinary_bytes == large.ordinary_bytes
+    assert small.minimum_bytes == large.minimum_bytes

@@ -206,7 +206,8 @@ def largest_first(core: StepCore, inputs: Inputs, state: Tensors, step: int = 0)
             before = operations()
             core.advance(inputs, k, [k + 1], state, lambda *_: sizes.append(operations()))
             best = max(best, (sizes[0] - before, -k))
-    return From(inputs, -best[1]) if best[1] else inputs
+    first = -best[1]
+    return From(inputs.layout, inputs.tensors, inputs.outputs, first) if first else inputs
 
 
 def begin(

@@ -53,7 +53,8 @@ def find_outside(found: Referents, results: Tensors, mark: int, own: Tensors) ->
     Raises:
         CellError: a captured tensor was used that cannot be found from the cell.
     """
-    owned: Tensors = [p for m in found.modules for p in m.parameters() if p.requires_grad]
+    held = (p for part in found.parts() for p in part._parameters.values() if p is not None)
+    owned: Tensors = [p for p in held if p.requires_grad]
     # torch.func.functional_call replaces parameters by tensors of any kind.
     among = [t for t in (*found.tensors, *owned) if t.grad_fn is not None]
     known = {(t.grad_fn, t.output_nr): t for t in among}

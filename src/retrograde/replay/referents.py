@@ -63,7 +63,7 @@ class Referents:
 
     def parts(self) -> list[nn.Module]:
         """Return every module, submodules included, each once."""
-        parts = (part for module in self.modules for part in module.modules())
+        parts = (part for module in self.modules for part in nn.Module.modules(module))
         return list({id(part): part for part in parts}.values())
 
     def changed(self) -> list[str]:
@@ -129,7 +129,7 @@ class _Walk:
             found.tensors.append(value)
         elif isinstance(value, nn.Module):
             found.modules.append(value)
-            for part in value.modules():
+            for part in nn.Module.modules(value):
                 if part is value or id(part) not in self.seen:
                     self.seen[id(part)] = part
                     self.module(part, depth)

@@ -29,7 +29,7 @@ Emit = Callable[..., None]
 Gate = Callable[[Tensors], Tensors]
 
 
-def discard(start: int, stop: int, outputs: Tensors, state: Tensors = ()) -> None:  # type: ignore[assignment]
+def discard(start: int, stop: int, outputs: Tensors, *_: Tensors) -> None:
     """The :data:`Emit` of a repeated forward pass, whose outputs the caller has already. The
     backward pass uses no ``Emit`` at all."""
 

@@ -114,18 +114,18 @@ class InMemory(Inputs):
         return self.layout.leaves(self.tensors, index)
 
 
+@dataclass(frozen=True)
 class From(InMemory):
     """The same inputs, but ranges begin at step ``first``, or at the last one that they can."""
 
-    def __init__(self, inputs: InMemory, first: int) -> None:
-        super().__init__(inputs.layout, inputs.tensors, inputs.outputs)
-        object.__setattr__(self, "first", first)
+    first: int = 0
 
     def __getitem__(self, index: Index) -> Tensors:
-        one = not isinstance(index, slice)
-        start, stop = (index, index + 1) if one else (index.start, min(index.stop, len(self)))
-        shift = max(0, min(self.first, len(self) - stop))
-        return super().__getitem__(start + shift if one else slice(start + shift, stop + shift))
+        if not isinstance(index, slice):
+            return self.layout.leaves(self.tensors, min(index + self.first, len(self) - 1))
+        stop = min(index.stop, len(self))
+        shift = min(self.first, len(self) - stop)
+        return self.layout.leaves(self.tensors, slice(index.start + shift, stop + shift))
 
 
 class ByRows(Layout):

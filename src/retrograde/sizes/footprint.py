@@ -184,11 +184,17 @@ def grown(sizes: Footprint, factor: float) -> Footprint:
     def more(curve: Curve) -> Curve:
         return Curve(tuple((steps, int(factor * size)) for steps, size in curve.points))
 
-    kinds = ("advance", "held", "record", "backward")
-    curves = {kind: more(getattr(sizes, kind)) for kind in kinds}
     ordinary = sizes.ordinary
     whole = ordinary.curves if isinstance(ordinary, Highest) else (ordinary,)
-    return replace(sizes, **curves, ordinary=Highest(tuple(map(more, whole))), even=True)
+    return replace(
+        sizes,
+        advance=more(sizes.advance),
+        held=more(sizes.held),
+        record=more(sizes.record),
+        backward=more(sizes.backward),
+        ordinary=Highest(tuple(map(more, whole))),
+        even=True,
+    )
 
 
 def _lengths(core: Core) -> tuple[int, ...]:
@@ -335,7 +341,7 @@ def _rounded(t: Any) -> int:
 def noting(shapes: Shapes) -> Emit:
     """Return an emitter that keeps no output, only the shapes and dtypes."""
 
-    def emit(start: int, stop: int, values: Tensors, state: Sequence[Tensor] = ()) -> None:
+    def emit(start: int, stop: int, values: Tensors, *_: Tensors) -> None:
         shapes[:] = [(y.shape, y.dtype) for y in values]
 
     return emit

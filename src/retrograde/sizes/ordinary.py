@@ -5,7 +5,8 @@ runs. The bytes of the forward pass and of the backward pass are each affine in 
 At few steps a kernel's own workspace may hide that growth.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -134,7 +135,8 @@ def ordinary_bytes(
             pairs = each_once(entry, state)
             start = [leaf for leaf, _ in pairs]
             run = run_ordinary if core.fused or not core.sums else _run_summing
-            outputs, after = run(core, x, [s for _, s in pairs])
+            with _casting_once(core.ambient.device):
+                outputs, after = run(core, x, [s for _, s in pairs])
             del pairs
         ends = [*outputs, *after] if whole else outputs
         roots.extend({id(y): y for y in ends if y.requires_grad}.values())
@@ -151,6 +153,21 @@ def ordinary_bytes(
             one.clear()
 
     return measure_pass(forward, backward, drop, core.ambient.device)
+
+
+@contextmanager
+def _casting_once(device: torch.device) -> Iterator[None]:
+    """Let autocast cast each weight once in a block, as in the plain loop."""
+    if not torch.is_autocast_enabled(device.type):
+        yield
+        return
+    torch.clear_autocast_cache()
+    dtype = torch.get_autocast_dtype(device.type)
+    try:
+        with torch.autocast(device.type, dtype=dtype, cache_enabled=True):
+            yield
+    finally:
+        torch.clear_autocast_cache()
 
 
 def _run_summing(core: AutogradCore, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
