@@ -415,7 +415,7 @@ def counters():
 
     by_itself.t = 0
     module = Counting()
-    met, lines = set(), io.StringIO("1\n" * 100)
+    met, lines = set(), io.StringIO("1\n" * 9999)
 
     def by_set(x, h):
         met.add(len(met))
@@ -729,7 +729,9 @@ def test_a_later_step_that_reads_what_was_left_is_refused():
     x, h = data()
     for asked in ({"schedule": rg.plan(STEPS, 3)}, {"memory": "40%"}):
         with pytest.raises(rg.RetrogradeError):
-            rg.unroll(Leaving(reads_late=True), x, (h, torch.tensor(0)), **asked)[0].sum().backward()
+            rg.unroll(Leaving(reads_late=True), x, (h, torch.tensor(0)), **asked)[
+                0
+            ].sum().backward()
 
 
 def test_tensors_with_a_gradient_that_are_collected_are_as_many_as_in_the_loop():

@@ -14,6 +14,7 @@ from retrograde.errors import CellError
 from retrograde.replay.fingerprints import fingerprint
 from retrograde.replay.surroundings import muted_hooks
 from retrograde.replay.trees import Tensors
+from retrograde.replay.trial import OTHERWISE
 from retrograde.run.autograd_core import run_ordinary
 from retrograde.run.core import Gradients
 from retrograde.run.executor import Run
@@ -38,7 +39,9 @@ def rehearse(core: StepCore, inputs: Inputs, state: Tensors) -> None:
         return
     plain = _run(core, inputs, state, in_parts=False)
     wrong = _difference(plain, _run(core, inputs, state, in_parts=True))
-    if wrong and not _difference(plain, _run(core, inputs, state, in_parts=False)):
+    if wrong and _difference(plain, _run(core, inputs, state, in_parts=False)):
+        raise CellError(OTHERWISE)
+    if wrong:
         raise CellError(
             f"the cell computes other {wrong} in parts than in one loop: expected a step to depend "
             "on the values of its state only, and not on whether it is the tensor that another "

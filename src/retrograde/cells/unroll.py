@@ -172,7 +172,8 @@ class CellCall:
             check_schedule(self.schedule, len(self.steps))
         given = [*self.tensors, *states]
         usual = not (self.asked and torch.is_grad_enabled())
-        if is_unreal(given) or (is_transformed(given) and usual):
+        plain = torch.is_grad_enabled() and not (self.asked or self.compile)
+        if plain or is_unreal(given) or (is_transformed(given) and usual):
             return self._plainly(cell, state)
         if not torch.is_grad_enabled() and not self.compile:
             core, first, after = begin(cell, self.read[0], self.spec, states, state_spec)

@@ -35,10 +35,8 @@ from retrograde.replay.generators import sources
 from retrograde.replay.referents import find_referents
 from retrograde.replay.surroundings import (
     Ambient,
-    changed_values,
     muted_modules,
-    noted_values,
-    restore_values,
+    put_back,
 )
 from retrograde.run.transforms import refuse_transforms, uncompiled
 from retrograde.sizes.allocations import measure
@@ -429,13 +427,11 @@ def untouched(model: nn.Module) -> Iterator[None]:
     weights = [(w := part._flat_weights, [*w]) for part in parts if isinstance(part, nn.RNNBase)]
     buffers = tuple({id(b): b for part in parts for b in part.buffers(recurse=False)}.values())
     grads = [(p, p.grad) for p in model.parameters()]
-    noted = noted_values(found)
     ambient = Ambient(torch.device("cpu"), tuple(chance), buffers)
     try:
-        with ambient.without_trace():
+        with put_back(found), ambient.without_trace():
             yield
     finally:
-        restore_values(changed_values(found, noted))
         for listed, were in weights:
             listed[:] = were  # torch changes them with an attribute
         for p, grad in grads:

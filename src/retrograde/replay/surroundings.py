@@ -220,6 +220,7 @@ class Ambient:
             MEASURING,
             unpacked(),
             muted_modules(self.found.parts()),
+            put_back(self.found),
             self.without_trace(),
             autocast_as_now(self.device),
         ):
@@ -246,6 +247,18 @@ class Ambient:
 def noted_values(found: Referents) -> list[dict[Any, Any]]:
     """Note what the dicts hold that a call refers to."""
     return [dict(dict.items(holder)) for holder, _ in found.holders]
+
+
+@contextmanager
+def put_back(found: Referents) -> Iterator[None]:
+    """Restore after a block what the dicts and lists hold that a call refers to."""
+    noted, lengths = noted_values(found), [*map(len, found.lists)]
+    try:
+        yield
+    finally:
+        restore_values(changed_values(found, noted))
+        for each, length in zip(found.lists, lengths, strict=True):
+            del each[length:]
 
 
 def changed_values(found: Referents, noted: Sequence[dict[Any, Any]]) -> dict[Slot, Any]:

@@ -141,7 +141,7 @@ class _Trial(Generic[T]):
         restore_values(first)
         mark, value = self.once()
         if self.evidence(mark, value) != shown:
-            raise CellError(_OTHERWISE)
+            raise CellError(OTHERWISE)
         self.changing, self.matter = first, True
         for slot, then in first.items():
             if (what := _registered(self.found, slot)) is not None:
@@ -359,7 +359,7 @@ _LARGE = 65536  # bytes
 _UNWRITTEN: Any = (
     WeakTensorKeyDictionary()
 )  # large buffers, and in which mode no call wrote to them
-_OTHERWISE = (
+OTHERWISE = (
     "the cell computes something else when it is run again with the same arguments: expected the "
     "same bits; make what it depends on part of the inputs, of the state or of a buffer, or use "
     "memory=None"
