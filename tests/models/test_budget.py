@@ -628,7 +628,7 @@ class Keeping(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("memory", ["least", "45%", "60%"])
+@pytest.mark.parametrize("memory", ["least", "55%", "70%"])
 def test_what_a_model_keeps_unseen_counts(memory):
     plain, model, x = Keeping(), Keeping(), torch.randn(4, 48, 24)
     least = least_of(model, x)

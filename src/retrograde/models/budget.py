@@ -233,18 +233,23 @@ class _Kept:
     def within(self, total: int, least: int) -> int:
         """Give the parts what keeps a pass within a budget. Return the least budget that is kept if
         none does."""
-        more, given = self.give(total) - total, total
+        more, given, above = self.give(total) - total, total, total
         if not self.are_rows:  # the results of modules are beyond their budget
             return total
         if self._is_little(more) or (total >= self.ordinary and not self._is_rest(more + total)):
             self.elsewhere += max(0, more)
             return total
         for left in reversed(range(_TRIES)):
-            given = max(least, given - more) if left else least
+            above, given = given, max(least, given - more) if left else least
             more = self.give(given) - total
             if more <= 0 or given == least:
                 break
         if more <= 0:
+            for _ in range(_TRIES):  # the plan may drop more than it has to
+                between = (given + above) // 2
+                fits = self.give(between) <= total
+                given, above = (between, above) if fits else (given, between)
+            self.give(given)
             return total
         if self._is_rest(more + total):
             self.give(total)
