@@ -22,7 +22,7 @@ from retrograde.replay.trial import try_out
 from retrograde.run.autograd_core import AutogradCore
 from retrograde.run.layout import From, InMemory, Inputs
 from retrograde.run.prints import Prints
-from retrograde.run.settled import Settled, operations
+from retrograde.run.settled import Settled
 from retrograde.run.states import Like, device_of, each_once, entry, like_of, with_attributes
 
 Cell = Callable[[Any, Any], tuple[Any, Any]]
@@ -199,14 +199,13 @@ def largest_first(core: StepCore, inputs: Inputs, state: Tensors, step: int = 0)
     """Return inputs that begin with the largest of a few steps, to measure by (rule 12)."""
     if core.fused or not isinstance(inputs, InMemory):
         return inputs
-    best = 0, 0
+    best, seen = (0, 0), core.settled.seen
     with core.ambient.measured():
         for k in {0, min(step, len(inputs) - 1), len(inputs) // 2, len(inputs) - 1}:
-            sizes: list[int] = []
-            before = operations()
-            core.advance(inputs, k, [k + 1], state, lambda *_: sizes.append(operations()))
-            best = max(best, (sizes[0] - before, -k))
-    first = -best[1]
+            core.settled.seen = 0
+            core.advance(inputs, k, [k + 1], state, lambda *_: None)
+            best = max(best, (core.settled.seen, -k))
+    core.settled.seen, first = max(seen, best[0]), -best[1]
     return From(inputs.layout, inputs.tensors, inputs.outputs, first) if first else inputs
 
 
