@@ -222,8 +222,9 @@ class _Back:
             return sums
         warnings.warn(
             "products of Jacobians overflowed, cancelled or are not finite, though the gradient "
-            "itself may be finite: this pass goes back across the ranks by a line, which is exact "
-            "but slower; clip the weights, or use way='linear'",
+            "itself may be finite, or the module does more than its forward (a hook): this pass "
+            "goes back across the ranks by a line, which is exact but slower; clip the weights, or "
+            "use way='linear'",
             RuntimeWarning,
             stacklevel=2,
         )

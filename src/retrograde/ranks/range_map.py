@@ -29,7 +29,6 @@ from retrograde.ranks.piece import Gradient, State
 from retrograde.ranks.tree import joined
 from retrograde.recurrent.base import BudgetedRNN
 from retrograde.recurrent.forward import room_for, run
-from retrograde.run.transforms import besides_forward
 
 _AT_ONCE = 2**19  # numbers of a step in all its chunks, beyond which more chunks do not pay
 _BLOCK_BYTES = 2**22  # bytes of a block's slopes
@@ -40,9 +39,8 @@ def has_closed_form(rnn: BudgetedRNN, x: Tensor) -> bool:
 
     Dropout, a projection and autocast have no closed form.
     """
-    wraps = type(rnn).forward is not BudgetedRNN.forward or besides_forward(rnn) is not None
     drops = rnn.dropout > 0 and rnn.training and rnn.num_layers > 1
-    plain = not (wraps or drops or rnn.proj_size or torch.is_autocast_enabled(x.device.type))
+    plain = not (drops or rnn.proj_size or torch.is_autocast_enabled(x.device.type))
     return plain and x.dtype in (torch.float32, torch.float64)
 
 

@@ -195,8 +195,8 @@ class TimeSharded(nn.Module):
             raise CellError("an input requires a gradient, but no parameter does: expected both")
         if gradient and self.way == "tree" and not has_closed_form(rnn, x):
             raise CellError(
-                "way='tree' knows no dropout between layers, no proj_size=, no hooks, no autocast "
-                f"and no {x.dtype} but float32 and float64: expected none; give way='linear'"
+                "way='tree' knows no dropout between layers, no proj_size=, no autocast and no "
+                f"{x.dtype} but float32 and float64: expected none of these; give way='linear'"
             )
         batches = _shared_out(samples, self.pieces or self._peers.size)
         call = Crossing(self._peers, rnn, self.way, x, state, batches, gradient)
