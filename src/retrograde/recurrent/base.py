@@ -111,8 +111,8 @@ class BudgetedRNN(nn.RNNBase):
         return self._forward_as_asked(input, hx)
 
     def _is_long(self, input: Any) -> bool:
-        """Return whether torch's own pass would fail: on a GPU, cuDNN takes only so many steps; and
-        torch's masks do not follow from a step's place."""
+        """Return whether torch's own pass would not do: on a GPU, cuDNN takes only so many steps.
+        Torch's masks do not follow from a step's place."""
         if self.place is not None:
             return True
         if isinstance(input, PackedSequence):

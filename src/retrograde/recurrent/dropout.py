@@ -21,8 +21,8 @@ _ELEMENTS = {"cpu": 2**15, "cuda": 2**22}
 
 
 class Place(NamedTuple):
-    """The ``key`` of a call, a random number below 2⁶²; and the numbers of its first step and
-    sample, if it runs a part of a sequence or of a batch."""
+    """The ``key`` of a call, a random number below 2⁶². A call that runs a part of a sequence or of
+    a batch has the numbers of its first step and sample too."""
 
     key: Tensor
     step: int = 0

@@ -235,8 +235,8 @@ def _fit_whole(call: Call, memory: Memory) -> Plan:
 
 
 def _plan(call: Call, held: HeldPlan | None, fit: Fit) -> Plan:
-    """Return a plan that runs each recurrence alike; torch's own module if ``held`` is None, layer
-    by layer if there is dropout, whose masks are the same at every budget."""
+    """Return a plan that runs each recurrence alike; torch's own module if ``held`` is None. It
+    runs layer by layer if there is dropout, whose masks are the same at every budget."""
     layers = call.module.num_layers if call.bidirectional else 1
     masked = call.has_dropout and (call.runs_held or not call.bidirectional)
     parts = ((held, fit.schedule),) * layers if held or masked else ()
