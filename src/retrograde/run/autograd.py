@@ -98,7 +98,7 @@ class _Outputs:
         self.first = 0
         self.wanted: list[bool] = []  # for each, whether some step's requires a gradient
 
-    def emit(self, start: int, stop: int, values: Tensors) -> None:
+    def emit(self, start: int, stop: int, values: Tensors, *_: Tensors) -> None:
         if not self.tensors:
             self.tensors = self.layout.allocate(values)
             self.wanted = [not self.core.stepwise] * len(values)
