@@ -4,6 +4,7 @@ Outputs, states, and the gradients of inputs and states must be the same bits (r
 parameters may differ by rounding, since they are added in another order.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from retrograde.run.executor import Run
 from retrograde.run.layout import Inputs, Straight
 from retrograde.run.states import each_once, entry
 from retrograde.schedule import Action, Advance, Backward, Load, Record, Store
+from retrograde.sizes.allocations import measure
 
 _STEPS = 4
 
@@ -34,9 +36,16 @@ class _Results(NamedTuple):
 
 
 def rehearse(core: StepCore, inputs: Inputs, state: Tensors) -> None:
-    """Refuse a cell that computes something else in parts than in one loop, by a CellError."""
+    """Refuse a cell that computes something else in parts than in one loop, by a CellError.
+
+    What that takes is told as a measurement's, which has a limit of its own.
+    """
     if core.fused or core.per_call > 1:
         return
+    measure(partial(_compare, core, inputs, state), device=core.ambient.device)
+
+
+def _compare(core: StepCore, inputs: Inputs, state: Tensors) -> None:
     plain = _run(core, inputs, state, in_parts=False)
     wrong = _difference(plain, _run(core, inputs, state, in_parts=True))
     if wrong and _difference(plain, _run(core, inputs, state, in_parts=False)):
