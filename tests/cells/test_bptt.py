@@ -739,7 +739,6 @@ REFUSED = [
 ]
 
 
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(("arguments", "message"), REFUSED)
 def test_what_cannot_be_run_is_refused_with_the_remedy(arguments, message):
     with pytest.raises((rg.CellError, RuntimeError), match=message) as caught:

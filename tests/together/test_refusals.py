@@ -7,10 +7,7 @@ import copy
 import gc
 import itertools
 import random
-import sys
-from contextlib import contextmanager
 from functools import partial
-from types import ModuleType
 
 import pytest
 import torch
@@ -21,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import retrograde as rg
 from oracles.drawn_models import BUDGETS, draw, read
+from oracles.loops import loop
 from retrograde.models.call_sizes import Known
 from retrograde.models.refill import DROPPED
 from retrograde.plan.calls import Part, peak_of
@@ -159,15 +157,19 @@ def by_a_stack(_):
 
 @pytest.mark.parametrize("enter", [by_torch, by_python, by_a_list, by_one_of_several, by_a_stack])
 @pytest.mark.quick(5)
-def test_a_layer_that_may_skip_itself_is_refused(enter):
-    x, told = inputs(), "draws random numbers of Python's, which may decide what it computes"
-    for seed in range(3):  # whether it is skipped when tried, or not
-        torch.manual_seed(seed)
-        random.seed(seed)
-        with pytest.raises(rg.CellError, match=told):
-            rg.Sequential(*blocks(enter=enter), memory="50%")(x)
-        with pytest.raises(rg.CellError, match=f"{told}|run or are skipped by random numbers"):
-            rg.budget(Loop(blocks(enter=enter)), "50%", x)
+def test_a_layer_that_may_skip_itself_is_exact(enter):
+    x = inputs()
+    nets = rg.Sequential(*blocks(enter=enter), memory="60%"), nn.Sequential(*blocks(enter=enter))
+    try:
+        nets[0].fit(x)
+    except rg.BudgetError as least:  # layers that were skipped when tried are one with others
+        nets[0].memory = least.minimum_bytes
+    for seed in range(4):
+        found = []
+        for net in nets:
+            random.seed(seed)
+            found.append(gradients(net, x.clone().requires_grad_(), seed=seed))
+        assert_same(*found)
 
 
 def test_stochastic_depth_by_a_mask_is_exact():
@@ -260,21 +262,28 @@ def test_numbers_drawn_between_layers_change_nothing():
 @pytest.mark.parametrize("memory", [None, "40%"])
 @pytest.mark.parametrize("advanced", [0, 1, 5])
 @pytest.mark.quick(2)
-def test_a_cycle_is_refused(make, memory, advanced):
-    numbers = make()
-    for _ in range(advanced):
-        next(numbers)
+def test_a_cycle_is_refused_within_a_budget(make, memory, advanced):
+    def cell_of(numbers):
+        def cell(x, h):
+            factor = next(numbers)
+            h = torch.tanh(x + h) * (factor if isinstance(factor, float) else factor[1])
+            return h, h
 
-    def cell(x, h):
-        factor = next(numbers)
-        h = torch.tanh(x + h) * (factor if isinstance(factor, float) else factor[1])
-        return h, h
+        return cell
 
-    state = torch.zeros(2, 3, requires_grad=True)
-    with pytest.raises(
-        rg.CellError, match=r"reads the variable 'numbers', an iterator, a generator"
-    ):
-        rg.unroll(cell, torch.randn(20, 2, 3), state, memory=memory)
+    def numbers():
+        found = make()
+        for _ in range(advanced):
+            next(found)
+        return found
+
+    x, state = torch.randn(20, 2, 3), torch.zeros(2, 3, requires_grad=True)
+    if memory is None:
+        expected = loop(cell_of(numbers()), x, state)[0]
+        assert torch.equal(rg.unroll(cell_of(numbers()), x, state)[0], expected)
+        return
+    with pytest.raises(rg.CellError, match="computes something else when it is run again"):
+        rg.unroll(cell_of(numbers()), x, state, memory=memory)
 
 
 @pytest.mark.parametrize("last", [nn.Softmax(-1), nn.Tanh(), nn.LayerNorm(64)])
@@ -349,7 +358,7 @@ class Staged(nn.Module):
         return self.rest(self.stem(x))
 
 
-def test_what_a_budget_covers_is_said_and_a_budget_that_the_rest_exceeds_is_refused():
+def test_what_a_budget_covers_is_said():
     x, model = inputs(), Staged()
     division = rg.budget(model, "100%", x)
     saved = set()
@@ -366,10 +375,6 @@ def test_what_a_budget_covers_is_said_and_a_budget_that_the_rest_exceeds_is_refu
     left = 4 * len(theirs.rest.blocks)  # each block leaves a number
     assert division.elsewhere_bytes == left + sum(size for at, size in saved if at not in own)
     assert "budgeted modules hold" in str(division)
-    elsewhere = division.elsewhere_bytes
-    with pytest.raises(rg.BudgetError, match=f"cannot be budgeted holds {elsewhere} ") as caught:
-        rg.budget(model, elsewhere - 1, x)
-    rg.budget(model, caught.value.minimum_bytes, x)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -443,47 +448,6 @@ def test_a_gradient_taken_inside_a_cell_is_refused_unless_by_torch_func():
         rg.unroll(cell, x, state, memory=memory)[0].sum().backward()
         found.append(w.grad)
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
-
-
-def test_a_pyro_site_within_a_cell_is_refused(monkeypatch):
-    """With a stand-in for Pyro, whose handler is a block that is asked what it hides."""
-    handlers = []
-
-    @contextmanager
-    def block(hide_fn):
-        handlers.append(hide_fn)
-        yield
-        handlers.pop()
-
-    poutine = ModuleType("pyro.poutine")
-    poutine.block = block
-    monkeypatch.setitem(sys.modules, "pyro.poutine", poutine)
-
-    def cell(x, h):
-        assert all(hides({"type": "sample", "name": "z"}) for hides in handlers)
-        h = torch.tanh(x + h)
-        return h, h
-
-    x, state = torch.randn(12, 2, 3), torch.zeros(2, 3, requires_grad=True)
-    with pytest.raises(rg.CellError, match="the cell has the Pyro site 'z', which would be"):
-        rg.unroll(cell, x, state, memory="60%")
-    rg.unroll(cell, x, state)[0].sum().backward()
-
-
-def test_a_pyro_site_within_a_cell_is_refused_by_pyro_itself():
-    pyro = pytest.importorskip("pyro")
-
-    def cell(x, h):
-        h = torch.tanh(pyro.sample("z", pyro.distributions.Normal(x, 1.0)) + h)
-        return h, h
-
-    x, state = torch.randn(12, 2, 3), torch.zeros(2, 3, requires_grad=True)
-    with (
-        pyro.poutine.trace() as outer,
-        pytest.raises(rg.CellError, match="the cell has the Pyro site 'z', which would be"),
-    ):
-        rg.unroll(cell, x, state, memory="60%")
-    assert not outer.trace.nodes
 
 
 def test_a_list_of_steps_is_refused():

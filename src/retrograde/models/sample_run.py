@@ -41,7 +41,7 @@ from retrograde.replay.surroundings import (
 from retrograde.run.transforms import refuse_transforms, uncompiled
 from retrograde.sizes.allocations import measure
 from retrograde.sizes.cache import signature
-from retrograde.sizes.elsewhere import Elsewhere, is_drawn
+from retrograde.sizes.elsewhere import Elsewhere, Filled
 from retrograde.sizes.ordinary import expanded
 
 _USEFUL, _ALMOST_ONE = 0.9, 1 - 2**-24
@@ -301,7 +301,7 @@ def _noted(model: nn.Module, sample: Any, fill: float | None = None) -> tuple[Ca
         python = before != (random.getstate(), numpy()[2])
         order = CallOrder(top)
         order.fill = fill
-        return order, watch.decides or python
+        return order, watch.filled.drawn > 0 or python
 
 
 class _Draws(TorchFunctionMode):
@@ -309,11 +309,11 @@ class _Draws(TorchFunctionMode):
 
     def __init__(self, fill: float | None) -> None:
         super().__init__()
-        self.fill, self.decides = fill, False
+        self.filled = Filled(fill)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.decides |= is_drawn(func, result, self.fill)
+        self.filled.look(func, result)
         return result
 
 

@@ -135,8 +135,11 @@ class _Trial(Generic[T]):
             cached = {s: v for s, v in first.items() if (id(s.holder), s.key) not in again}
             self.changing = cached | self.changing
         self.note_left()
-        if self.evidence(mark, value) == shown:
-            return mark, value
+        try:
+            if self.evidence(mark, value) == shown:
+                return mark, value
+        except RuntimeError:  # its graph goes on into that of the call before, which is freed
+            pass
         del value
         restore_values(first)
         mark, value = self.once()
@@ -205,8 +208,11 @@ class _Trial(Generic[T]):
     def ambient(self) -> Ambient:
         """Return the surroundings, after putting back what every call changes."""
         self.rewind()
-        restore_values(self.changing)
-        slots = (*self.changing,)
+        ours = {(id(slot.holder), slot.key) for slot in self.changing}
+        since = changed_values(self.found, self.before)
+        before = {s: value for s, value in since.items() if (id(s.holder), s.key) in ours}
+        restore_values(before)
+        slots = (*before,)
         return Ambient(
             self.device,
             sources=(*self.drawn,),

@@ -49,7 +49,7 @@ class Elsewhere(TorchFunctionMode):
     def __init__(self, fill: float | None = None) -> None:
         super().__init__()
         self._saved: list[ref[Tensor]] = []
-        self.fill = fill  # what the program draws between the calls, if that is not left to chance
+        self.filled = Filled(fill)  # what the program draws between the calls
         self._memory: dict[int, _Memory] = {}  # made by the program or given back by its calls
         self._inputs: dict[int, _Memory] = {}  # of calls that do not count theirs
         self._begins, self._ends = list[int](), list[int]()  # of calls: numbers of graph nodes
@@ -59,7 +59,7 @@ class Elsewhere(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if len(self._begins) == len(self._ends):
-            is_drawn(func, result, self.fill)
+            self.filled.look(func, result)
             self._note(result)
         return result
 
@@ -228,17 +228,26 @@ def _most(spans: Iterable[tuple[int, int, int]]) -> int:
 
 
 _DRAWS = {"rand", "rand_like", "uniform_", "bernoulli", "bernoulli_"}
+_MOST_FILLED = 1000
 _FEW = 1024  # numbers, by which a program may decide what it runs
 
 
-def is_drawn(func: Any, result: Any, fill: float | None) -> bool:
-    """Return whether a function drew a few numbers, which become all ``fill`` if that is given."""
-    few = isinstance(result, Tensor) and result.numel() <= _FEW and result.is_floating_point()
-    if not few or getattr(func, "__name__", "") not in _DRAWS:
-        return False
-    if fill is not None:
-        result.detach().fill_(fill)
-    return True
+class Filled:
+    """Notes whether a program draws a few numbers, which become all ``fill`` if that is given.
+
+    A loop that draws until a number is large enough has to end, so at most a thousand are replaced.
+    """
+
+    def __init__(self, fill: float | None) -> None:
+        self.fill, self.drawn = fill, 0
+
+    def look(self, func: Any, result: Any) -> None:
+        """Look at the result of a function."""
+        few = isinstance(result, Tensor) and result.numel() <= _FEW and result.is_floating_point()
+        if few and getattr(func, "__name__", "") in _DRAWS:
+            self.drawn += 1
+            if self.fill is not None and self.drawn <= _MOST_FILLED:
+                result.detach().fill_(self.fill)
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:
