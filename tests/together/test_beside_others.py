@@ -15,6 +15,7 @@ import retrograde as rg
 from oracles.loops import assert_bitwise, loop
 
 STEPS, SAMPLES, SIZE = 40, 4, 6
+OTHERWISE = "something else when it|another gradient when it runs again"
 
 
 def data():
@@ -85,7 +86,7 @@ def test_another_thread_may_draw_random_numbers(memory):
 
 @pytest.mark.parametrize("run", [unroll, stream])
 @pytest.mark.parametrize("draw", [lambda: torch.rand(()), random.random, np.random.rand])
-def test_a_draw_at_a_later_step_is_refused_though_other_threads_draw_too(run, draw):
+def test_a_draw_at_a_later_step_is_noticed_though_other_threads_draw_too(run, draw):
     net, (x, h) = nn.Linear(SIZE, SIZE), data()
 
     def cell(x, s):
@@ -93,29 +94,27 @@ def test_a_draw_at_a_later_step_is_refused_though_other_threads_draw_too(run, dr
         h = torch.tanh(net(x + h)) * (draw() if t > 3 else 1.0)
         return h, (h, t + 1)
 
-    message = (
-        "drew random numbers at a later|drawn from a generator of Python's|another thread drew"
-    )
-    with drawing(draw), pytest.raises(rg.CellError, match=message):
-        run(cell, x, (h, torch.tensor(0)), "40%")
+    with drawing(draw), pytest.raises(rg.RetrogradeError, match=OTHERWISE):
+        run(cell, x, (h, torch.tensor(0)), "60%")
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand])
-def test_pythons_and_numpys_generators_are_not_for_other_threads(draw):
+def test_other_threads_may_draw_where_a_cell_does_not(draw):
     cell, (x, h) = Cell(), data()
 
     def run():
         for _ in range(50):
             unroll(cell, x, h, "40%")
 
-    message = "numbers were drawn .* numpy.random.Generator of its own|another thread drew"
-    with drawing(draw), pytest.raises(rg.CellError, match=message):
+    expected = torch.autograd.grad(loop(cell, x, h)[0].sum(), cell.net.weight_hh)
+    with drawing(draw):
         run()
+    torch.testing.assert_close(cell.net.weight_hh.grad / 50, *expected)
 
 
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("draw", [lambda: torch.rand(()), random.random, np.random.rand])
-def test_two_threads_that_draw_from_one_generator_are_refused(streamed, draw):
+def test_two_threads_that_draw_from_one_generator_are_noticed(streamed, draw):
     net, (x, h), schedule = nn.Linear(SIZE, SIZE), data(), rg.plan(STEPS, 3)
 
     def cell(x, h):
@@ -128,11 +127,11 @@ def test_two_threads_that_draw_from_one_generator_are_refused(streamed, draw):
             rg.bptt(cell, x, h, loss=lambda t, y: y.sum(), schedule=schedule)
         rg.unroll(cell, x, h, schedule=schedule)[0].sum().backward()
 
-    with drawing(draw), pytest.raises(rg.CellError, match=r"another thread .* a torch\.Generator"):
+    with drawing(draw), pytest.raises(rg.RetrogradeError, match=OTHERWISE):
         run()
 
 
-def test_a_layer_that_draws_while_another_thread_does_is_refused():
+def test_a_layer_that_draws_while_another_thread_does_is_noticed():
     net = rg.Sequential(*(nn.Sequential(layer, nn.Dropout()) for layer in layers()), memory=1)
     x = torch.randn(2000, SIZE)
     with pytest.raises(rg.BudgetError) as caught:
@@ -143,7 +142,7 @@ def test_a_layer_that_draws_while_another_thread_does_is_refused():
         for _ in range(50):
             net(x).sum().backward()
 
-    with drawing(), pytest.raises(rg.CellError, match=r"another thread .* a torch\.Generator"):
+    with drawing(), pytest.raises(rg.RetrogradeError, match=OTHERWISE):
         run()
 
 
@@ -152,26 +151,17 @@ def test_a_refusal_within_an_operator_stays_what_it_is():
 
     class Layer(nn.Linear):
         def forward(self, x):
-            x = nn.functional.dropout(super().forward(x))
+            x = super().forward(x)
             if self is net[2] and torch._C._current_graph_task_id() >= 0:
-                thread = threading.Thread(target=torch.rand, args=(3,))
-                thread.start()
-                thread.join()
+                x = x + 1
             return x * x
 
-    net = rg.Sequential(*(Layer(SIZE, SIZE) for _ in range(4)), memory=1)
-    x, stop = torch.randn(2000, SIZE), threading.Event()
+    net, x = rg.Sequential(*(Layer(SIZE, SIZE) for _ in range(4)), memory=1), torch.ones(2000, SIZE)
     with pytest.raises(rg.BudgetError) as caught:
         net(x)
     net.memory = caught.value.minimum_bytes
-    other = threading.Thread(target=stop.wait)  # without one, nobody else can draw
-    other.start()
-    try:
-        with pytest.raises(rg.CellError, match=r"another thread .* a torch\.Generator"):
-            net(x).sum().backward()
-    finally:
-        stop.set()
-        other.join()
+    with pytest.raises(rg.RetrogradeError, match="layer [23] computed something else when it ran"):
+        net(x).sum().backward()
 
 
 def test_a_cell_with_a_generator_of_its_own_is_run_again_as_it_was():
@@ -287,7 +277,7 @@ def test_what_is_measured_beside_a_profiler_is_not_kept(monkeypatch):
     cell, (x, h) = Cell(), data()
     with torch.profiler.profile():
         unroll(cell, x, h, "40%")
-    assert len(fits) == 0
+    assert not any(one.exact for one in fits._found.values())  # it serves measurements only
     unroll(cell, x, h, "40%")
     unroll(cell, x, h, "40%")
     assert len(fits) == 1

@@ -19,6 +19,7 @@ from retrograde.recurrent.core import HeldLayers
 from retrograde.replay.referents import find_referents
 from retrograde.run.core import Tape
 from retrograde.run.executor import Run
+from retrograde.run.settled import Settled
 from retrograde.sizes.cache import CellFits, LRUCache, identity
 
 DOUBLE = torch.float64
@@ -124,7 +125,7 @@ def test_a_cell_made_anew_at_every_call_is_measured_once(monkeypatch):
 
 def known(cell):
     found = find_referents([cell])
-    return identity(found, found.places)
+    return identity(found)
 
 
 def test_what_is_known_of_a_cell_goes_with_it():
@@ -142,7 +143,7 @@ def test_the_fit_of_a_cell_goes_with_it():
     fits = CellFits(most=9)
     for k in range(3):
         found = find_referents([nn.Linear(2, 2)])
-        fits.fit([(found, found.places)], k, None, lambda: 1, lambda: "found")
+        fits.fit([found], k, None, lambda: (1, Settled()), lambda _: "found")
     assert len(fits) == 1
     del found
     fits.get("another", lambda: None)

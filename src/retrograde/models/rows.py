@@ -320,7 +320,7 @@ class CalledRow:
         state = tensors_in(given.state)
         now.made = now.made or [*map(where, state)]
         made = now.made_of(given)
-        same = Given(tuple(torch.empty(0) if t is None else t for t in made))
+        same = Given(tuple(torch.empty(0, device="cpu") if t is None else t for t in made))
         for at in (at for at, k_ in enumerate(now.kind.active) if first <= k_ < k):
             if now.calls is None:
                 break

@@ -64,7 +64,7 @@ def _fingerprint(t: Tensor) -> Fingerprint:
         weighted = columns.sum(0, dtype=torch.int64).mul_(_weights(t.device)).sum()
         return weighted.add_(rest.sum(dtype=torch.int64))
     if not hasattr(_room, "sums"):  # kept, so that a fingerprint takes no more memory
-        _room.sums = torch.empty(_WORDS, dtype=torch.int64)
+        _room.sums = torch.empty(_WORDS, dtype=torch.int64, device="cpu")
     torch.sum(columns, 0, dtype=torch.int64, out=_room.sums)
     weighted = _room.sums.mul_(_weights(t.device)).numpy().sum()
     return hash((int(weighted), int(rest.numpy().sum(dtype=np.int64))))

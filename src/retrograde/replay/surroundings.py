@@ -65,8 +65,8 @@ def modes_of(parts: Sequence[nn.Module]) -> list[Slot]:
     found = []
     for m in parts:
         found.append(Slot(m, "training", "training"))
-        tables: list[dict[str, Any]] = [m._parameters, m._buffers]
-        found += [Slot(table, name, name) for table in tables for name in table]
+        tables: tuple[Any, ...] = m._parameters, m._buffers  # of a scripted module no dicts
+        found += [Slot(t, name, name) for t in tables if isinstance(t, dict) for name in t]
     return found
 
 

@@ -15,6 +15,7 @@ call wrote to, lists, a closure's variables, globals, and what cannot be found f
 """
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
@@ -122,6 +123,12 @@ class _Trial(Generic[T]):
         Return autograd's sequence number before the last call, and its result.
         """
         mark, value = self.once()
+        if self.drawn and threading.active_count() > 1:  # another thread may have moved a generator
+            del value
+            self.rewind()
+            moved, self.drawn = self.drawn, {}
+            mark, value = self.once()
+            self.drawn = {s: at for s, at in self.drawn.items() if moved.get(s) == at}
         first = changed_values(self.found, self.before)
         if not first:
             return mark, value

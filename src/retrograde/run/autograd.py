@@ -205,8 +205,10 @@ class _Recurrence(torch.autograd.Function):
                 ctx.fresh = False
                 run.backward(read, gradients)
                 run.core.complete()
-            except BaseException:
+            except BaseException as error:
                 run.clear()
+                if type(error) is RetrogradeError:  # a changed parameter is the better reason
+                    _check_unchanged(parameters, ctx.versions, [*parameters])
                 raise
         _check_unchanged(parameters, ctx.versions, gradients.parameters)
         return _returned([*gradients.inputs, *gradients.states, *gradients.parameters], needs)
