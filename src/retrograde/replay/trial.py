@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch._C import _functorch
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from retrograde.errors import CellError
@@ -127,8 +128,10 @@ class _Trial(Generic[T]):
             del value
             self.rewind()
             moved, self.drawn = self.drawn, {}
-            mark, value = self.once()
-            self.drawn = {s: at for s, at in self.drawn.items() if moved.get(s) == at}
+            with _Seeded() as own:
+                mark, value = self.once()
+            ours = (s for s in moved if own.seen or not isinstance(s.generator, torch.Generator))
+            self.drawn = {s: moved[s] for s in ours if self.drawn.get(s) == moved[s]}
         first = changed_values(self.found, self.before)
         if not first:
             return mark, value
@@ -257,6 +260,16 @@ def assigned_values(
 
 def _counts(then: Any, now: Any) -> bool:
     return type(then) is type(now) and type(now) in (int, float)
+
+
+class _Seeded(TorchDispatchMode):
+    """Notes whether its own thread calls an operation that may draw."""
+
+    seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
 
 
 class _Watch(TorchFunctionMode):
