@@ -175,7 +175,7 @@ class _Walk:
     def module(self, part: nn.Module, depth: int) -> None:
         """Add one module without its submodules."""
         own, form = vars(part), type(part).__name__ + ".{}"
-        tables = [own, *(own[name] for name in TABLES)]  # of a scripted module they are wrappers
+        tables = [own, *map(own.get, TABLES)]  # of a scripted module they are wrappers
         self.found.holders.extend((each, form) for each in tables if isinstance(each, dict))
         if not isinstance(part, torch.jit.ScriptModule):  # it keeps its attributes elsewhere
             self.code(part, "forward", depth)

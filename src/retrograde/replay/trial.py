@@ -17,6 +17,7 @@ call wrote to, lists, a closure's variables, globals, and what cannot be found f
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Generic, TypeVar
@@ -128,8 +129,8 @@ class _Trial(Generic[T]):
             del value
             self.rewind()
             moved, self.drawn = self.drawn, {}
-            with _Seeded() as own:
-                mark, value = self.once()
+            own = _Seeded()
+            mark, value = self.once(own)
             ours = (s for s in moved if own.seen or not isinstance(s.generator, torch.Generator))
             self.drawn = {s: moved[s] for s in ours if self.drawn.get(s) == moved[s]}
         first = changed_values(self.found, self.before)
@@ -163,7 +164,7 @@ class _Trial(Generic[T]):
                 raise CellError(_KEEPS.format(slot.called))
         return mark, value
 
-    def once(self) -> tuple[int, T]:
+    def once(self, watch: Any = nullcontext()) -> tuple[int, T]:  # noqa: B008
         """Call from the states at the beginning. Return autograd's sequence number, and the result.
 
         Autocast's weight cache is off: casts of an earlier call would look like tensors from
@@ -171,7 +172,7 @@ class _Trial(Generic[T]):
         """
         self.rewind()
         try:
-            with autocast_as_now(self.device):
+            with autocast_as_now(self.device), watch:
                 found = torch._C._autograd._get_sequence_nr(), self.call()
         finally:
             for source, then in self.sources.items():
@@ -265,7 +266,9 @@ def _counts(then: Any, now: Any) -> bool:
 class _Seeded(TorchDispatchMode):
     """Notes whether its own thread calls an operation that may draw."""
 
-    seen = False
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen |= torch.Tag.nondeterministic_seeded in func.tags
