@@ -95,7 +95,7 @@ def test_a_draw_at_a_later_step_is_noticed_though_other_threads_draw_too(run, dr
         return h, (h, t + 1)
 
     with drawing(draw), pytest.raises(rg.RetrogradeError, match=OTHERWISE):
-        run(cell, x, (h, torch.tensor(0)), "60%")
+        run(cell, x, (h, torch.tensor(0)), "70%")
 
 
 @pytest.mark.parametrize("draw", [random.random, np.random.rand])

@@ -38,7 +38,7 @@ class _Results(NamedTuple):
 def rehearse(core: StepCore, inputs: Inputs, state: Tensors) -> None:
     """Refuse a cell that computes something else in parts than in one loop, by a CellError.
 
-    What that takes is told as a measurement's, which has a limit of its own.
+    What it takes counts as a measurement's, whose limit is on the page about budgets.
     """
     if core.fused or core.per_call > 1:
         return

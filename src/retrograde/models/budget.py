@@ -264,7 +264,7 @@ class _Kept:
         return more <= _LITTLE * (self.ordinary + self.elsewhere)
 
     def _is_rest(self, taken: int) -> bool:
-        """Return whether a pass takes at least as much as ordinary backpropagation is told to."""
+        """Return whether a pass takes as much as ordinary backpropagation, or more."""
         return taken >= (1 - _LITTLE) * self.ordinary
 
 

@@ -75,8 +75,8 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 class ResultBytes(TorchDispatchMode):
-    """Sums up the bytes of what torch's operations return in a block, and notes whether the sizes
-    of some depend on data, as those of ``nonzero`` do."""
+    """Sums up the bytes of what torch's operations return in a block. It notes whether some sizes
+    depend on data, as those of ``nonzero`` do."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -29,8 +29,9 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from retrograde.errors import CellError
 from retrograde.machine import MEASURING
-from retrograde.models.call_sizes import Known, Plans, Weights
+from retrograde.models.call_sizes import Known, Plans
 from retrograde.models.given import Given, ResultBytes, made_by, tensors_in
+from retrograde.models.phases import Weights
 from retrograde.models.refill import Dropped, Row
 from retrograde.models.timeline import Handed, Pass, Timeline, sum_up, where
 from retrograde.models.trials import try_call

@@ -24,8 +24,9 @@ from torch.utils import _pytree as pytree
 
 from retrograde.errors import BudgetError, CellError, RetrogradeError
 from retrograde.models.call_order import CallOrder, Layers, ModuleCall, noted
-from retrograde.models.call_sizes import Known, Weights, as_accumulated
+from retrograde.models.call_sizes import Known
 from retrograde.models.given import tensors_in
+from retrograde.models.phases import Weights, as_accumulated
 from retrograde.models.replace_modules import Budgeted, Swappable, replace_module, twin, wrapped
 from retrograde.models.rows import CalledRow, released
 from retrograde.models.timeline import Timeline

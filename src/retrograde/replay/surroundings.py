@@ -2,9 +2,9 @@
 
 A recomputation must repeat the first run and leave no trace (rules 2, 3, 4). Replayed are
 generators, buffers that the call writes to, and attributes that it changes. So are the modes and
-weights of modules, and the switches of torch (:mod:`retrograde.replay.switches`). Whether a rerun
-was the same is told by its result (:mod:`retrograde.replay.fingerprints`). Only if it was not,
-somebody looks for the cause.
+weights of modules, and the switches of torch (:mod:`retrograde.replay.switches`). The result of a
+rerun says whether it was the same (:mod:`retrograde.replay.fingerprints`). Only if it was not, the
+likeliest cause is looked for.
 
 Most calls draw nothing and change nothing; then nothing is stored.
 """

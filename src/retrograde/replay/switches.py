@@ -1,8 +1,8 @@
 """What surrounds a call in torch: switches and modes, to be set as they were when it runs again.
 
-A switch is whatever ``torch._C`` can get and set without an argument: which attention and which
-convolution runs, whether sums are deterministic, in which precision matrices are multiplied. So a
-newer torch's switches are among them. Autocast, the default type, the number of threads, and the
+A switch is whatever ``torch._C`` can get and set without an argument. They say which attention and
+which convolution runs, and in which precision matrices are multiplied. So a newer torch's switches
+are among them. Autocast, the default type, the number of threads, and the
 modes of ``torch.overrides`` and ``torch.utils._python_dispatch`` are noted too.
 """
 
@@ -118,8 +118,10 @@ def autocast_as_now(device: torch.device) -> torch.autocast:
 
 
 def cast_context(device: torch.device) -> Any:
-    """Return an object that stands for the present autocast context, as long as that is open: the
-    node of a parameter's cast, which its cache keeps."""
+    """Return an object that stands for the present autocast context, as long as that is open.
+
+    It is the node of a parameter's cast, which autocast's cache keeps.
+    """
     if device not in _PROBES:
         _PROBES[device] = torch.nn.Parameter(torch.ones(1, 1, device=device))
     probe = _PROBES[device]
