@@ -8,7 +8,13 @@ same model without a budget.
 Outputs, gradients and random states must be equal in every bit. From the third step on, the peak
 must be within the budget, and what is told to be held elsewhere.
 
+With ``--changes`` each model gets one budget, and is changed three times between its steps
+(:mod:`oracles.drawn_changes`): its mode, weights, what is frozen, statistics, the batch; a backward
+pass raises and is made again; the model is copied. After each change, all of the above must hold,
+or an error must say what to do.
+
     python benchmarks/drawn_models.py               # JSON into benchmarks/results/
+    python benchmarks/drawn_models.py --changes     # the same; 1,500 models
     python benchmarks/drawn_models.py --models 20   # a quick look; nothing is written
 """
 
@@ -22,22 +28,68 @@ from dataclasses import asdict
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
+from oracles.drawn_changes import ChangedReading, read_changed
 from oracles.drawn_models import BUDGETS, SLACK_BYTES, Reading, read
 from retrograde.machine import machine_of
 
 RESULTS = Path(__file__).parent / "results"
-MODELS = 300
+MODELS, CHANGED = 300, 1500
+#: Outcomes of changed models that break the promise.
+BAD = ("wrong", "over", "raw error", "least refused")
 
 
 def readings(number: int, device: str) -> list[Reading]:
     """One model within all budgets."""
     torch.set_num_threads(1)
     return [read(number, share, device=device) for share in BUDGETS]
+
+
+def changed_reading(number: int) -> ChangedReading:
+    """One model that is changed between its steps."""
+    torch.set_num_threads(1)
+    return read_changed(number)
+
+
+def main_changes(numbers: range, processes: int) -> None:
+    """Read models that are changed, print what came of them, and write the JSON."""
+    start, found = time.perf_counter(), list[ChangedReading]()
+    with get_context("spawn").Pool(processes, maxtasksperchild=100) as pool:
+        for one in pool.imap(changed_reading, numbers):
+            found.append(one)
+            if one.outcome in BAD:
+                print(one, flush=True)
+    counts = Counter(one.outcome for one in found)
+    errors = Counter((one.outcome, one.after) for one in found if one.outcome != "exact")
+    print(f"{len(found)} models: {dict(counts)}")
+    for (kind, after), count in errors.most_common():
+        said = next(one.said for one in found if (one.outcome, one.after) == (kind, after))
+        print(f"  {kind} after {after}, {count} times: {said[:200]}")
+    if len(numbers) >= CHANGED:
+        document = {
+            "machine": machine_of("cpu"),
+            "models": len(found),
+            "outcomes": dict(counts),
+            "after": [[*pair, count] for pair, count in errors.most_common()],
+            "bad": [asdict(one) for one in found if one.outcome in BAD],
+            "seconds": round(time.perf_counter() - start, 1),
+        }
+        write("changed", document)
+
+
+def write(part: str, document: dict[str, Any], device: str = "cpu") -> None:
+    """Put one part into the JSON; the other stays as it is."""
+    path = RESULTS / f"drawn_models_{device}.json"
+    known = json.loads(path.read_text()) if path.is_file() else {}
+    changed = {"changed": known["changed"]} if "changed" in known else {}
+    found = {**known, part: document} if part else {**document, **changed}
+    path.write_text(json.dumps(found, indent=1) + "\n")
+    print(f"written to {path}")
 
 
 def outcome(reading: Reading) -> str:
@@ -62,13 +114,18 @@ def reason(reading: Reading) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", type=int, default=MODELS)
+    parser.add_argument("--models", type=int)
+    parser.add_argument("--changes", action="store_true", help="models that are changed")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
     start = time.perf_counter()
+    options.models = options.models or (CHANGED if options.changes else MODELS)
     numbers = range(options.first, options.first + options.models)
+    if options.changes:
+        main_changes(numbers, options.processes)
+        return
     ours = partial(readings, device=options.device)
     with get_context("spawn").Pool(options.processes, maxtasksperchild=50) as pool:
         found = [one for each in pool.imap(ours, numbers) for one in each]
@@ -96,9 +153,7 @@ def main() -> None:
             "bad": [asdict(one) for one in bad],
             "seconds": round(time.perf_counter() - start, 1),
         }
-        path = RESULTS / f"drawn_models_{options.device}.json"
-        path.write_text(json.dumps(document, indent=1) + "\n")
-        print(f"written to {path}")
+        write("", document, options.device)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,286 @@
+"""Claim: what a layer hides cannot make its gradient wrong in silence.
+
+Each program (``tests/oracles/hidden_programs.py``) is a layer that depends on something that is not
+among its arguments: a counter in a closure, a clock, an environment variable, a codebook, a hook,
+the name of a ``grad_fn``. It is trained for three steps in a chain, by ``rg.budget``,
+``rg.Sequential`` and ``rg.lean``, and as a cell, by ``rg.unroll``, ``rg.bptt`` and
+``rg.Recurrent``, beside the same program without this library. Outputs, gradients, weights,
+buffers, random states and the hidden state itself are compared: in every bit for chains, up to the
+order of additions for cells. Each run is exact, refused at its first use, an error of this
+library's in the pass where it happens, a raw error, or wrong in silence.
+
+    python benchmarks/hidden_programs.py            # JSON into benchmarks/results/
+    python benchmarks/hidden_programs.py clock      # some programs; nothing is written
+"""
+
+import argparse
+import json
+import random
+import signal
+import sys
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+
+import retrograde as rg
+from oracles.hidden_programs import CELL, CHAIN, PROGRAMS, Habit, World
+from retrograde.machine import machine_of
+
+RESULTS = Path(__file__).parent / "results"
+LAYERS, WIDTH, BATCH = 5, 32, 64
+STEPS, LENGTH, FEW = 3, 16, 8  # of training; of a cell, and its samples
+MEMORIES = {"lean": (None,), "budget": ("least", "45%")}
+SECONDS = 120
+#: From the worst to the best; a program is as good as the worst of its budgets.
+VERDICTS = ("WRONG", "raw error", "least refused", "error in the pass", "refused", "exact")
+
+
+class Chain(nn.Module):
+    """Layers in a loop, as the program calls them."""
+
+    def __init__(self, world: World, layers: list[Habit]) -> None:
+        super().__init__()
+        self.layers, self.call = nn.ModuleList(layers), world.call
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.call(layer, x)
+        return x
+
+
+class Cell(nn.Module):
+    """A leaky sum of what a layer computes; unrepeatable ones do not see the state."""
+
+    def __init__(self, world: World, layer: Habit) -> None:
+        super().__init__()
+        self.layer, self.call, self.blind = layer, world.call, world.unrepeatable
+
+    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
+        h = 0.5 * h + 0.3 * self.call(self.layer, x if self.blind else x + 0.1 * h)
+        return h, h
+
+
+def looped(cell: Cell, x: Tensor, h: Tensor) -> Tensor:
+    outputs = []
+    for t in range(len(x)):
+        y, h = cell(x[t], h)
+        outputs.append(y)
+    return torch.stack(outputs)
+
+
+class Trial:
+    """One program, run in one way within a budget, or as it is (memory None)."""
+
+    def __init__(self, name: str, way: str, memory: Any, ours: bool) -> None:
+        torch.manual_seed(0), random.seed(0), np.random.seed(0)
+        self.way, self.memory, self.ours = way, memory, ours
+        self.world = world = World(WIDTH)
+        function = PROGRAMS[name](world)
+        layers = [Habit(world, function) for _ in range(LAYERS if way in CHAIN else 1)]
+        shape = (BATCH, WIDTH) if way in CHAIN else (LENGTH, FEW, WIDTH)
+        self.x, self.v = (torch.randn(shape, dtype=world.dtype) for _ in range(2))
+        self.model = Chain(world, layers) if way in CHAIN else Cell(world, layers[0])
+        if way == "Sequential":
+            ours_too = rg.Sequential(*layers, memory=memory) if ours else nn.Sequential(*layers)
+            self.model = ours_too
+        if way == "Recurrent" and ours:
+            self.model = rg.Recurrent(self.model, memory=memory)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
+
+    def begin(self) -> None:
+        if self.ours and self.way == "budget":
+            with self.world.casts():
+                rg.budget(self.model, self.memory, self.x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.zeros(FEW, WIDTH, dtype=x.dtype)
+        if self.way == "lean" and self.ours:
+            with rg.lean():
+                return self.model(x)
+        if self.way == "unroll" and self.ours:
+            return rg.unroll(self.model, x, h, memory=self.memory)[0]
+        if self.way in CELL:
+            return self.model(x, h)[0] if self.ours else looped(self.model, x, h)
+        return self.model(x)
+
+    def drive(self, forward: Callable[[Tensor], Tensor], x: Tensor, v: Tensor) -> Tensor:
+        with self.world.casts():
+            y = forward(x)
+        self.world.between(self.model)
+        (y * v).sum().backward()
+        return y
+
+    def streamed(self) -> Tensor:
+        x, v, h = self.x, self.v, torch.zeros(FEW, WIDTH, dtype=self.x.dtype)
+        with self.world.casts():
+            if self.ours:
+                loss = lambda t, y: (y * v[t]).sum()  # noqa: E731
+                return rg.bptt(self.model, x, h, loss=loss, memory=self.memory)[0]
+            y = looped(self.model, x, h)
+        (total := (y * v).sum()).backward()
+        return total.double()
+
+    def step(self) -> dict[str, Any]:
+        """One training step, and all that it leaves behind."""
+        model, world = self.model, self.world
+        self.optimizer.zero_grad()
+        with world.around():
+            if self.way == "bptt":
+                y = self.streamed()
+            else:
+                drive = world.drive or self.drive
+                y = drive(self.forward if world.drive is None else self.called(), self.x, self.v)
+        loss = float((y.detach() * self.v).sum() if self.way != "bptt" else y)
+        left: dict[str, Any] = {"output": y.detach()}
+        if self.way != "bptt":
+            left["whether it requires a gradient"] = y.requires_grad
+        if world.unrepeatable:
+            for net in (m for m in model.modules() if isinstance(m, Habit)):
+                euler = float((net.b.weight.grad * net.b.weight).sum())
+                if abs(euler - loss) > 1e-9 * (abs(loss) + 1):
+                    return {"Euler": f"{euler / loss:.6f} times the loss"}
+            left = {}
+        left |= {f"gradient of {k}": p.grad for k, p in self.named("parameters")}
+        left = {k: v.clone() if isinstance(v, Tensor) else v for k, v in left.items()}
+        self.optimizer.step()
+        left |= {k: p.detach().clone() for k, p in self.named("parameters")}
+        left |= {k: b.clone() for k, b in self.named("buffers")}
+        left["torch's generator"] = torch.get_rng_state()
+        left["Python's generator"] = random.getstate()
+        left["NumPy's generator"] = str(np.random.get_state())
+        left["what is hidden"] = world.told()
+        world.after(model)
+        return {} if world.unrepeatable else left
+
+    def called(self) -> Any:
+        """What a program's own drive is given: functional_call wants the module itself."""
+        return self.model if self.way in ("budget", "Sequential") else self.forward
+
+    def named(self, kind: str) -> list[tuple[str, Tensor]]:
+        found = getattr(self.model, f"named_{kind}")()
+        return [(name.removeprefix("cell."), t) for name, t in found]
+
+
+def same(mine: Any, theirs: Any, tolerance: float) -> bool:
+    if isinstance(mine, list | tuple) and isinstance(theirs, list | tuple):
+        pairs = zip(mine, theirs, strict=False)
+        return len(mine) == len(theirs) and all(same(a, b, tolerance) for a, b in pairs)
+    if isinstance(mine, Tensor) and isinstance(theirs, Tensor):
+        if torch.equal(mine, theirs):
+            return True
+        if mine.shape != theirs.shape or mine.dtype != theirs.dtype or not mine.is_floating_point():
+            return False
+        return bool((mine - theirs).norm() <= tolerance * theirs.norm())
+    if isinstance(mine, float) and isinstance(theirs, float):
+        return abs(mine - theirs) <= tolerance * abs(theirs)
+    return bool(mine == theirs)
+
+
+def differs(mine: dict[str, Any], theirs: dict[str, Any], tolerance: float) -> str:
+    if "Euler" in mine:
+        return f"Euler's identity: {mine['Euler']}"
+    keys = [k for k in theirs if not (k in mine and same(mine[k], theirs[k], tolerance))]
+    return ", ".join(keys[:3])
+
+
+def run(name: str, way: str, memory: Any, *, named: bool = False) -> tuple[str, str]:
+    """The verdict of one run, and what was said or what differed.
+
+    A budget that is too small is raised once, to the least that the error names.
+    """
+    plain, expected, error = Trial(name, way, None, ours=False), [], None
+    try:
+        expected = [plain.step() for _ in range(STEPS)]
+        assert not any("Euler" in one for one in expected), expected
+    except Exception as raised:
+        error = raised
+    finally:
+        plain.world.close()
+    world = plain.world
+    tolerance = 0.0 if way in CHAIN else 1e-8 if world.dtype == torch.float64 else 3e-2
+    trial, step, phase = Trial(name, way, memory, ours=True), 0, "refused"
+    try:
+        trial.begin()
+        for step in range(STEPS):
+            left = trial.step()
+            if error is None and (found := differs(left, expected[step], tolerance)):
+                return "WRONG", f"step {step}: {found}"
+            phase = "error in the pass"
+    except rg.BudgetError as refusal:
+        if not named:
+            return run(name, way, refusal.minimum_bytes, named=True)
+        return "least refused", f"step {step}: {refusal}"
+    except rg.RetrogradeError as refusal:
+        return phase, f"step {step}: {refusal}"
+    except Exception as raised:
+        if type(raised) is type(error):
+            return "exact", f"raises as the plain program: {raised}"
+        place = traceback.extract_tb(raised.__traceback__)[-1]
+        where = f"{Path(place.filename).name}:{place.lineno}"
+        return "raw error", f"step {step}: {type(raised).__name__} {raised} ({where})"
+    finally:
+        trial.world.close()
+    return ("WRONG", f"no error where the plain program raises {error}") if error else ("exact", "")
+
+
+def program(name: str) -> dict[str, Any]:
+    """A row of the table: one program by all the ways that it can run."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    world, row = World(WIDTH), {}
+    default = world.between
+    PROGRAMS[name](world)
+    world.close()
+    streams = world.drive is None and world.between.__code__ is default.__code__
+    for way in world.ways:
+        if way == "bptt" and not streams:
+            continue
+        found = []
+        for memory in MEMORIES.get(way, ("45%" if way in CHAIN else "25%",)):
+            signal.alarm(SECONDS)
+            given = 1 if memory == "least" else memory
+            verdict, said = run(name, way, given)
+            found.append((VERDICTS.index(verdict), str(memory), said))
+        signal.alarm(0)
+        worst, memory, said = min(found)
+        row[way] = {"verdict": VERDICTS[worst], "memory": memory, "said": said[:400]}
+    return {"program": name, "ways": row}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("only", nargs="*", help="parts of names")
+    parser.add_argument("--processes", type=int, default=1)
+    options = parser.parse_args()
+    names = [n for n in PROGRAMS if not options.only or any(part in n for part in options.only)]
+    rows = [rg.budget, rg.Sequential, rg.lean, rg.unroll, rg.bptt, rg.Recurrent][:0]  # imports them
+    with get_context("fork").Pool(options.processes, maxtasksperchild=1) as pool:
+        for row in pool.imap(program, names):
+            rows.append(row)
+            told = ", ".join(f"{way} {one['verdict']}" for way, one in row["ways"].items())
+            print(f"{row['program']}: {told}", flush=True)
+            for way, one in row["ways"].items():
+                if one["said"] and (options.only or VERDICTS.index(one["verdict"]) < 3):
+                    print(f"    {way} {one['memory']}: {one['verdict']}: {one['said']}", flush=True)
+    counts = Counter(one["verdict"] for row in rows for one in row["ways"].values())
+    print(f"{len(rows)} programs: {dict(counts)}")
+    if not options.only:
+        document = {"machine": machine_of("cpu"), "programs": len(rows), "rows": rows}
+        document["outcomes"] = dict(counts)
+        path = RESULTS / "hidden_programs_cpu.json"
+        path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+        print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    main()
