@@ -216,7 +216,8 @@ TIMM = {
 
 
 def from_timm(name: str) -> Case:
-    return images(import_module("timm").create_model(name, num_classes=10, **TIMM[name]), 64)
+    net = import_module("timm").create_model(name, num_classes=10, **TIMM[name])
+    return images(net, TIMM[name].get("img_size", 64))
 
 
 def squares(y: Any, target: Any) -> Tensor:
