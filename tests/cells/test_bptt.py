@@ -688,10 +688,6 @@ def late_parameter():
     return lambda t, y: (y * late).sum() if t > 2 else early(y).sum()
 
 
-def late_draw(t, y):
-    return (y * (torch.rand(3) if t > 2 else 1)).sum()
-
-
 def changes_parameter(linear):
     def take(t, gradient):
         with torch.no_grad():
@@ -709,11 +705,13 @@ REFUSED = [
     ({"loss": lambda t, y: None}, "no step has a loss"),
     ({"loss": 3}, "loss is a int: expected a function"),
     ({"loss": late_parameter()}, r"at steps? \d+( … \d+)? the cell uses a tensor"),
-    ({"loss": late_draw}, "drew random numbers at a later step"),
     ({"cell": lambda x, h: h}, "the cell returned Tensor: expected the pair"),
-    ({"cell": lambda x, h: (h, h[:1])}, "changed tensor 0 of its state"),
-    ({"cell": lambda x, h: (h, h + x.mul_(2))}, "writes in place to its input, or to a parameter"),
-    ({"cell": lambda x, h: (h, h)}, "nothing requires a gradient"),
+    ({"cell": lambda x, h: (LINEAR(h), h[:1])}, "changed tensor 0 of its state"),
+    (
+        {"cell": lambda x, h: (LINEAR(h), h + x.mul_(2))},
+        "writes in place to its input, or to a parameter",
+    ),
+    ({"cell": lambda x, h: (h, h)}, "does not require a gradient"),
     ({"x": []}, "hold no tensor"),
     ({"x": torch.randn(0, 3)}, "0 steps: expected at least one"),
     ({"x": [1.0, 2.0]}, "cannot read inputs from a list"),

@@ -196,7 +196,7 @@ class Branching(Gated):
     ("kind", "message"),
     [
         (Drawing, "draws random numbers"),
-        (Counting, "the cell changed Counting.count besides its state"),
+        (Counting, "the cell changes its buffers or attributes"),
         (Branching, "cannot make one graph"),
     ],
 )

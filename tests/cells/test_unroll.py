@@ -436,8 +436,9 @@ BAD = [
 
 @pytest.mark.parametrize(("cell", "message"), BAD)
 def test_a_cell_that_cannot_be_run_is_refused_with_the_remedy(cell, message):
+    memory = "60%" if "writes" in message else None  # a plain loop may do that
     with pytest.raises(rg.CellError, match=message):
-        rg.unroll(cell, torch.randn(4, 2, 3), torch.randn(2, 3, requires_grad=True))
+        rg.unroll(cell, torch.randn(4, 2, 3), torch.randn(2, 3, requires_grad=True), memory=memory)
 
 
 @pytest.mark.parametrize(

@@ -214,6 +214,7 @@ def _sum(found):
 #: What these write to, besides what they return, is no buffer of a module here.
 _REFUSED = {"batch_norm", "native_batch_norm", "_batch_norm_with_update", "instance_norm"}
 _REFUSED |= {"_native_batch_norm_legit"}
+_REFUSED |= {"ctc_loss"}  # it saves memory that it never writes, so reruns differ
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -197,7 +197,8 @@ def later_state(core: StepCore, inputs: Inputs, state: Tensors) -> Tensors:
 
 def largest_first(core: StepCore, inputs: Inputs, state: Tensors, step: int = 0) -> Inputs:
     """Return inputs that begin with the largest of a few steps, to measure by (rule 12)."""
-    if core.fused or not isinstance(inputs, InMemory):
+    blocks = core.per_call > 1  # a compiled block is one operation
+    if core.fused or blocks or not isinstance(inputs, InMemory):
         return inputs
     best, seen = (0, 0), core.settled.seen
     with core.ambient.measured():

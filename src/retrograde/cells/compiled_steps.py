@@ -97,7 +97,7 @@ def _does(core: StepCore) -> str | None:
     besides = [one for one in map(besides_forward, core.found.parts()) if one and "hook" in one]
     if core.ambient.draws:
         return "draws random numbers"
-    if core.ambient.moves or core.ambient.left:
+    if core.ambient.moves or core.ambient.changing:
         return "changes its buffers or attributes"
     if any(core.copied):
         return "writes in place to its state"

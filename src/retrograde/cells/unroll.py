@@ -172,12 +172,14 @@ class CellCall:
             check_schedule(self.schedule, len(self.steps))
         given = [*self.tensors, *states]
         usual = not (self.asked and torch.is_grad_enabled())
-        plain = torch.is_grad_enabled() and not (self.asked or self.compile)
-        if plain or is_unreal(given) or (is_transformed(given) and usual):
+        if is_unreal(given) or (is_transformed(given) and usual):
             return self._plainly(cell, state)
-        if not torch.is_grad_enabled() and not self.compile:
+        if usual and not self.compile:
             core, first, after = begin(cell, self.read[0], self.spec, states, state_spec)
-            outputs, after = run_without_gradient(core, self.read, after, self.layout, first)
+            if torch.is_grad_enabled():
+                outputs, after = self._recorded_plainly(core, first, after)
+            else:
+                outputs, after = run_without_gradient(core, self.read, after, self.layout, first)
         else:
             if self.asked:
                 refuse_transforms(given, self.asked)
@@ -222,13 +224,14 @@ class CellCall:
             rehearse(core, inputs, states)
             later = later_state(core, inputs, states)
             found = step_bytes(core, largest_first(core, inputs, later), later)
-            return found, Settled(planned=core.settled.seen)
+            return found, Settled(planned=0 if self.compile else core.settled.seen)
 
         def find(settled: Settled) -> Fit:
             later = later_state(core, inputs, states)
             measured = largest_first(core, inputs, later, settled.step)
             sizes = footprint(core, measured, later, memory=memory, first=states)
-            sizes = grown(sizes, settled.planned / max(1, core.settled.seen))
+            if not self.compile:  # where a block is one operation
+                sizes = grown(sizes, settled.planned / max(1, core.settled.seen))
             return fit_measured(core, measured, later, memory, sizes)[0]
 
         parts = [core.found]
@@ -287,6 +290,16 @@ class CellCall:
             return run_ordinary(core, self.tensors, states)
         outputs, after = run_ordinary(core, self.steps[slice(0, len(self.steps))], states)
         return self.layout.joined(outputs), after
+
+    def _recorded_plainly(
+        self, core: StepCore, first: Tensors, state: Tensors
+    ) -> tuple[Tensors, Tensors]:
+        """Run the steps after the first one as the plain loop does."""
+        found = [first]
+        for k in range(1, len(self.steps)):
+            outputs, state = core(self.steps[k], state)
+            found.append(outputs)
+        return self.layout.joined([torch.stack(ys) for ys in zip(*found, strict=True)]), state
 
     def _plainly(self, cell: Cell, state: Any) -> tuple[Tensors, Structure, Any]:
         """Run the plain loop, through which every transform of torch.func can go."""

@@ -33,16 +33,21 @@ def fingerprint(t: Tensor) -> Fingerprint:
         >>> fingerprint(t) == fingerprint(t.clone()), fingerprint(t) == fingerprint(t.flip(0))
         (True, False)
     """
+    if torch.compiler.is_compiling():
+        return None
     if t.layout is not torch.strided or t.is_nested or t.is_quantized or t.device.type == "meta":
         return None
-    if torch._C._functorch.is_functorch_wrapped_tensor(t):
+    if torch._C._functorch.is_functorch_wrapped_tensor(t) or t._is_zerotensor():
         return None
     with (
         torch._C.DisableTorchFunction(),
         torch._C._DisableTorchDispatch(),
         torch._C._AutoDispatchBelowAutograd(),
     ):
-        return _fingerprint(t)
+        try:
+            return _fingerprint(t)
+        except NotImplementedError:  # a subclass without memory of its own
+            return None
 
 
 def _fingerprint(t: Tensor) -> Fingerprint:
@@ -50,8 +55,7 @@ def _fingerprint(t: Tensor) -> Fingerprint:
         t = torch.view_as_real(t.resolve_conj())
     t = t.resolve_neg()
     if t.is_cpu and t.nbytes <= _SMALL:
-        flat = t.contiguous().view(-1)
-        return hash(flat.view(_INTEGERS[t.itemsize]).numpy().tobytes()) if len(flat) else 0
+        return hash(t.view(_INTEGERS[t.itemsize]).numpy().tobytes())
     words = _in_order(t)
     if words is None:  # with gaps
         total = t.view(_INTEGERS[t.itemsize]).sum(dtype=torch.int64)

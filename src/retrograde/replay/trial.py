@@ -353,10 +353,11 @@ class _Owner:
     def __init__(self, tensors: list[Tensor], mode: bool | None = None) -> None:
         self.tensors, self.mode, self.changed = tensors, mode, False
         self.versions = [*map(version, tensors)]
-        self.large = [t for t in tensors if t.nbytes > _LARGE and t.dim() > 1]
+        strided = [t for t in tensors if t.layout is torch.strided]
+        self.large = [t for t in strided if t.nbytes > _LARGE and t.dim() > 1]
         known = [_UNWRITTEN.get(t) == (mode, version(t)) for t in self.large]
         self.whole = all(known) if mode is None else not self.large or not all(known)
-        self.noted = [t for t in tensors if t.layout is torch.strided]  # sparse ones count versions
+        self.noted = strided  # sparse ones count versions
         if mode is None:
             self.whole = tensors[0].numel() <= _FEW
             if not self.whole:  # batch normalization writes to vectors, and counts no version
