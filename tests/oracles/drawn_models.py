@@ -302,7 +302,8 @@ class Reading:
 
     @property
     def good(self):
-        return not (self.wrong or self.over or self.warned)
+        told = self.warned and not self.drawn.skip  # a layer that was left out may be told
+        return not (self.wrong or self.over or told)
 
 
 def clear(model, x):
