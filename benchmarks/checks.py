@@ -23,7 +23,7 @@ from retrograde.machine import machine_of
 from retrograde.models import arguments, checks
 from retrograde.run import prints
 
-ROUNDS = 60
+ROUNDS = 25
 RESULTS = Path(__file__).parent / "results"
 
 
