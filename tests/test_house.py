@@ -40,7 +40,7 @@ ROOMS = {
     "schedule": (1173, 1100),
     "plan": (2670, 2000),
     "sizes": (1483, 1300),
-    "replay": (1692, 1100),
+    "replay": (1697, 1100),
     "run": (2471, 1950),
     "kernels": (4967, 3000),  # a cell will be data, written once
     "recurrent": (3316, 2900),

@@ -61,6 +61,11 @@ def _fingerprint(t: Tensor) -> Fingerprint:
         total = t.view(_INTEGERS[t.itemsize]).sum(dtype=torch.int64)
         return int(total) if t.is_cpu else total
     aligned = words.nbytes % 8 == 0 == words.storage_offset() * words.itemsize % 8
+    if t.is_cpu and not aligned and words.nbytes % 8 == 0:  # of which NumPy makes words
+        words = torch.from_numpy(
+            words.view(_INTEGERS[words.itemsize]).numpy().view(np.int64).copy()
+        )
+        aligned = True
     words = words.view(torch.int64 if aligned else _INTEGERS[words.itemsize])
     rows = len(words) // _WORDS
     columns, rest = words[: rows * _WORDS].view(rows, _WORDS), words[rows * _WORDS :]

@@ -1,0 +1,53 @@
+"""Fingerprints tell tensors of other bits apart, whatever their type and their place in memory."""
+
+import pytest
+import torch
+
+from retrograde.replay.fingerprints import fingerprint, verify
+from retrograde.replay.referents import find_referents
+
+TYPES = [torch.float32, torch.float64, torch.bfloat16, torch.bool, torch.int64, torch.complex64]
+
+
+@pytest.mark.quick(6)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (63, 65), (257, 129, 3)])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_equal_bits_have_one_fingerprint_and_others_another(dtype, shape):
+    torch.manual_seed(0)
+    t = (30 * torch.randn(shape)).to(dtype) if dtype is not torch.bool else torch.rand(shape) > 0.5
+    assert fingerprint(t) == fingerprint(t.clone())
+    if t.dim() > 1:
+        turned = t.transpose(0, 1)
+        assert fingerprint(turned) == fingerprint(turned.clone())
+        assert fingerprint(t[1:]) == fingerprint(t[1:].clone())
+        assert len({fingerprint(t), fingerprint(t.flip(0)), fingerprint(t.roll(1, 0))}) == 3
+    for at in range(0, t.numel(), max(1, t.numel() // 5)):
+        other = t.clone()
+        flat = other.view(-1)
+        flat[at] = ~flat[at] if dtype is torch.bool else flat[at] + 1
+        assert fingerprint(other) != fingerprint(t)
+
+
+def test_a_difference_raises_the_error_that_is_made():
+    t = torch.randn(100, 100)
+    verify(fingerprint(t), t.clone(), lambda: ValueError("differs"))
+    verify(None, t, lambda: ValueError("differs"))
+    with pytest.raises(ValueError, match="differs"):
+        verify(fingerprint(t), t + 1, lambda: ValueError("differs"))
+
+
+def test_plain_values_that_changed_are_named():
+    class Holder:
+        scale = 1.0
+
+        def __init__(self):
+            self.value = 1
+
+        def __call__(self, x, h):
+            return x * self.value * self.scale, h
+
+    holder = Holder()
+    found = find_referents([holder])
+    assert found.changed() == []
+    holder.value = 2
+    assert found.changed() == ["Holder.value"]
