@@ -17,6 +17,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from retrograde.replay.fingerprints import in_order
+
 _FEWEST = 4096  # numbers of a mask that is drawn here
 
 
@@ -60,7 +62,7 @@ class Draws(TorchFunctionMode):
         from retrograde.kernels.cpu_masks import fill_as_torch
 
         ours = _is_large(target) and generator is None and 0 <= p <= 1
-        flat = _in_order(target) if ours else None
+        flat = in_order(target) if ours else None
         if flat is not None:
             self.drawn += len(flat)
             if fill_as_torch(flat, p, torch.default_generator):
@@ -129,16 +131,6 @@ def _dropout_of(
     **__: Any,
 ) -> float:  # fmt: skip
     return dropout_p
-
-
-def _in_order(t: Tensor) -> Tensor | None:
-    """Return a tensor's numbers in the order of memory, or None if it has gaps."""
-    step = 1
-    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
-        if size > 1 and stride != step:
-            return None
-        step *= size
-    return t.as_strided((t.numel(),), (1,))
 
 
 def _is_large(t: Tensor) -> bool:

@@ -56,7 +56,7 @@ def _fingerprint(t: Tensor) -> Fingerprint:
     t = t.resolve_neg()
     if t.is_cpu and t.nbytes <= _SMALL:
         return hash(t.view(_INTEGERS[t.itemsize]).numpy().tobytes())
-    words = _in_order(t)
+    words = in_order(t)
     if words is None:  # with gaps
         total = t.view(_INTEGERS[t.itemsize]).sum(dtype=torch.int64)
         return int(total) if t.is_cpu else total
@@ -88,7 +88,7 @@ def _weights(device: torch.device) -> Tensor:
     return torch.arange(_WORDS, device=device) * 5_308_871_862 + 1
 
 
-def _in_order(t: Tensor) -> Tensor | None:
+def in_order(t: Tensor) -> Tensor | None:
     """Return a tensor's numbers in the order of memory, or None if it has gaps."""
     if t.is_contiguous():
         return t.view(-1)
