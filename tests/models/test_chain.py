@@ -16,6 +16,7 @@ from torch.nn import functional
 
 import retrograde as rg
 from oracles.hooks import CHANGES, Changed
+from oracles.processes import join, leave, spawn
 from retrograde.errors import BudgetError, CellError, RetrogradeError, UnitError
 from retrograde.models import call_sizes, chain_plans, trials
 from retrograde.models.given import Given
@@ -546,22 +547,23 @@ def test_one_opaque_call_within_compiled_code():
     assert same([p.grad for p in plain.parameters()], [p.grad for p in ours.parameters()])
 
 
-def test_distributed_data_parallel(tmp_path):
-    from torch import distributed
-
+def train_in_a_group(_, folder):
     x = torch.randn(4, 3, 8, 8)
     plain, ours = pair(convolutional(), x)
-    url = f"file://{tmp_path}/group"
-    distributed.init_process_group("gloo", init_method=url, rank=0, world_size=1)
-    try:
-        wrapped = nn.parallel.DistributedDataParallel(ours)
-        torch.manual_seed(0)
-        wrapped(x).sum().backward()
-    finally:
-        distributed.destroy_process_group()
+    join(0, 1, folder)
+    wrapped = nn.parallel.DistributedDataParallel(ours)
+    torch.manual_seed(0)
+    wrapped(x).sum().backward()
     torch.manual_seed(0)
     plain(x).sum().backward()
-    assert same([p.grad for p in plain.parameters()], [p.grad for p in ours.parameters()])
+    grads = [[p.grad for p in net.parameters()] for net in (plain, ours)]
+    torch.save(grads, f"{folder}/grads.pt")
+    leave()
+
+
+def test_distributed_data_parallel(tmp_path):
+    spawn(train_in_a_group, (str(tmp_path),), 1)
+    assert same(*torch.load(tmp_path / "grads.pt"))
 
 
 class Captured(nn.Module):

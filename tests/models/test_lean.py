@@ -4,7 +4,6 @@ import copy
 import io
 import pickle
 import threading
-import time
 import weakref
 
 import pytest
@@ -17,7 +16,7 @@ import retrograde as rg
 from oracles.autocast import run_or_skip
 from oracles.drawn_graphs import train
 from oracles.lean_models import OTHERS, OWN, build
-from oracles.processes import spawn
+from oracles.processes import leave, spawn
 from retrograde.kernels.cpu_masks import packed
 from retrograde.models import lean as lean_module
 from retrograde.models import recipes, tape
@@ -895,6 +894,7 @@ def _a_rank(rank, folder, kind):
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
     try:
         x, found = torch.randn(8, 16, generator=torch.Generator().manual_seed(rank)), []
+        nets = []  # none is destroyed before the process is left
         for lean in (False, True):
             net = mlp(nn.LayerNorm(64), nn.GELU())
             if kind == "data":
@@ -908,6 +908,7 @@ def _a_rank(rank, folder, kind):
                     if list(layer.parameters()):
                         fully_shard(layer, mesh=mesh)
                 net = fully_shard(net, mesh=mesh)
+            nets.append(net)
             for _ in range(2):
                 with rg.lean() if lean else Ordinary() as context:
                     loss = net(x).square().mean()
@@ -916,8 +917,8 @@ def _a_rank(rank, folder, kind):
         assert all(map(torch.equal, *found))
         expected = {"Gelu", "NativeLayerNorm"} if kind == "data" else {"Gelu"}
         assert context.let_go_bytes.keys() == expected  # shards of parameters do not stay
-        distributed.barrier()  # gloo's threads forget the forward pass before they are joined
-        time.sleep(0.2)
+        distributed.barrier()
+        leave()
     finally:
         distributed.destroy_process_group()
 

@@ -1,6 +1,7 @@
 """Processes that start quickly: forked from one that has loaded what all of them need."""
 
 import multiprocessing
+import os
 import time
 from datetime import timedelta
 
@@ -48,3 +49,12 @@ def join(rank, size, folder, timeout=60):
         world_size=size,
         timeout=timedelta(seconds=timeout),
     )
+
+
+def leave():
+    """End this process without torch's destructors.
+
+    That of DDP waits, holding the interpreter's lock, for a thread of gloo's that may itself wait
+    for this lock, to let go of what its last task had captured.
+    """
+    os._exit(0)

@@ -1,7 +1,5 @@
 """Autocast, torch.compile and DistributedDataParallel around a budgeted recurrence."""
 
-import os
-
 import pytest
 import torch
 from torch import nn
@@ -22,6 +20,7 @@ from oracles.loops import (
     loop,
 )
 from oracles.networks import relative_error
+from oracles.processes import leave
 
 DOUBLE = torch.float64
 
@@ -236,9 +235,7 @@ def train_on_a_half(rank, folder):
         net(halves()[rank]).backward()
     net(halves()[rank]).backward()
     torch.save([p.grad for p in net.parameters()], f"{folder}/{rank}.pt")
-    # Without torch's destructors: DDP's waits, holding the interpreter's lock, for a thread of
-    # gloo's that may itself wait for this lock, to let go of what its last task had captured.
-    os._exit(0)
+    leave()
 
 
 @pytest.mark.quick(0)
