@@ -268,9 +268,10 @@ def _fitted(task: _Task, inputs: Any, memory: Memory) -> tuple[Core, Schedule]:
         return later_state(first, task.probed, task.state)
 
     def step() -> tuple[Hashable, Settled]:
-        rehearse(first, task.probed, task.state)
+        graphless = rehearse(first, task.probed, task.state)
         found = step_bytes(first, task.probed, later())
-        return found, Settled(planned=0 if first.fused else first.settled.seen)
+        planned = 0 if first.fused else first.settled.seen
+        return found, Settled(planned=planned, graphless=graphless)
 
     def find(settled: Settled) -> tuple[int, Fit]:
         state = later()

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -91,17 +92,18 @@ class StepCore(AutogradCore):
         self.settled.walked = not (self.ambient.moves or self.numbers or unused)
 
     def __call__(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
-        outputs, states, output_spec, state_spec = self._run(self.cell, inputs, state)
+        result = _call(self.cell, *self._arguments(inputs, state))
+        outputs, states, output_spec, state_spec = result
         _check_like("state", states, state_spec, self.state_like, self.state_spec)
         if output_spec is state_spec is LEAF and outputs[0] is states[0] and self.aliases == (0,):
             return outputs, states
         _check_like("output", outputs, output_spec, self.output_like, self.output_spec)
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or self.settled.sweeps_without_graph:
             _check_aliases(outputs, states, self.aliases)
         return outputs, states
 
     def again(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
-        return self._run(self.cell, inputs, state)[:2]
+        return _call(self.cell, *self._arguments(inputs, state))[:2]
 
     def carry(self, inputs: Tensors, state: Tensors) -> Tensors:
         x, s = self._arguments(inputs, state)
@@ -113,11 +115,16 @@ class StepCore(AutogradCore):
             self.cell, inputs, self.input_spec, state, self.first_spec or self.state_spec
         )
 
-    def _run(self, cell: Cell, inputs: Tensors, state: Tensors) -> Result:
-        return _call(cell, *self._arguments(inputs, state))
+    @cached_property
+    def _is_plain(self) -> bool:
+        """Whether a step's input and state are a tensor each, taken as they are."""
+        usual = self.first_spec is None and not self.copied
+        return usual and self.input_spec is self.state_spec is LEAF
 
     def _arguments(self, inputs: Tensors, state: Tensors) -> tuple[Any, Any]:
         """Return the input and the state of a step, as the cell takes them."""
+        if self._is_plain:
+            return inputs[0], state[0]
         spec = self.state_spec
         if self.first_spec is not None and tuple(map(like_of, state)) == self.first_like:
             spec = self.first_spec

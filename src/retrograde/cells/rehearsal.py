@@ -4,6 +4,7 @@ Outputs, states, and the gradients of inputs and states must be the same bits (r
 parameters may differ by rounding, since they are added in another order.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from retrograde.run.autograd_core import run_ordinary
 from retrograde.run.core import Gradients
 from retrograde.run.executor import Run
 from retrograde.run.layout import Inputs, Straight
+from retrograde.run.settled import Settled
 from retrograde.run.states import each_once, entry
 from retrograde.schedule import Action, Advance, Backward, Load, Record, Store
 from retrograde.sizes.allocations import measure
@@ -35,17 +37,18 @@ class _Results(NamedTuple):
     parameters: list[Tensor | None]
 
 
-def rehearse(core: StepCore, inputs: Inputs, state: Tensors) -> None:
+def rehearse(core: StepCore, inputs: Inputs, state: Tensors) -> bool:
     """Refuse a cell that computes something else in parts than in one loop, by a CellError.
 
-    What it takes counts as a measurement's, whose limit is on the page about budgets.
+    Return whether steps that are not recorded give the same bits without a graph. What it takes
+    counts as a measurement's, whose limit is on the page about budgets.
     """
     if core.fused or core.per_call > 1:
-        return
-    measure(partial(_compare, core, inputs, state), device=core.ambient.device)
+        return False
+    return measure(partial(_compare, core, inputs, state), device=core.ambient.device).value
 
 
-def _compare(core: StepCore, inputs: Inputs, state: Tensors) -> None:
+def _compare(core: StepCore, inputs: Inputs, state: Tensors) -> bool:
     plain = _run(core, inputs, state, in_parts=False)
     _run(core, inputs, state, in_parts=False, steps=1)  # else four hidden numbers in turn are alike
     wrong = _difference(plain, _run(core, inputs, state, in_parts=True))
@@ -57,6 +60,11 @@ def _compare(core: StepCore, inputs: Inputs, state: Tensors) -> None:
             "on the values of its state only, and not on whether it is the tensor that another "
             "step made (its identity, history or hooks); or use memory=None"
         )
+    core = replace(core, settled=Settled(graphless=True, passes=1))
+    try:
+        return not _difference(plain, _run(core, inputs, state, in_parts=True))
+    except Exception:  # such as a gradient that is taken within a step
+        return False
 
 
 def _run(

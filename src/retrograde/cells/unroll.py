@@ -221,10 +221,11 @@ class CellCall:
         shapes = *ways, core.state_like, *tensors
 
         def step() -> tuple[Hashable, Settled]:
-            rehearse(core, inputs, states)
+            graphless = rehearse(core, inputs, states)
             later = later_state(core, inputs, states)
             found = step_bytes(core, largest_first(core, inputs, later), later)
-            return found, Settled(planned=0 if self.compile else core.settled.seen)
+            planned = 0 if self.compile else core.settled.seen
+            return found, Settled(planned=planned, graphless=graphless)
 
         def find(settled: Settled) -> Fit:
             later = later_state(core, inputs, states)

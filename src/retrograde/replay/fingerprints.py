@@ -1,7 +1,8 @@
 """Fingerprints of tensors, which tell whether a rerun computes the bits of the first run (rule 11).
 
-A small tensor's fingerprint is a hash of its bytes. A larger one's is the sum of its bits, read as
-64-bit integers. The sum is weighted by columns of 1,021 words, so that permuted rows differ.
+A fingerprint is a weighted sum of a tensor's bits, read as 64-bit integers. In a small tensor each
+word has a weight of its own. In a larger one each of 1,021 columns has, so that permuted rows
+differ.
 
 Known limits: two tensors may have one fingerprint by chance, of one in 2⁶⁴ or so. Words that change
 places within a column, or in a tensor with gaps in memory, are not told apart. Nested, sparse and
@@ -15,9 +16,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-_SMALL = 16 * 1024  # bytes that are hashed as they are
+_SMALL = 256 * 1024  # bytes, at most, of a tensor whose words all have weights
 _WORDS = 1021  # of a column, a prime number
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -35,6 +37,10 @@ def fingerprint(t: Tensor) -> Fingerprint:
     """
     if torch.compiler.is_compiling():
         return None
+    if type(t) is Tensor and not (_function_modes() or _dispatch_modes()):
+        words = _few_words(t)
+        if words is not None:
+            return _weighted(words)
     if t.layout is not torch.strided or t.is_nested or t.is_quantized or t.device.type == "meta":
         return None
     if torch._C._functorch.is_functorch_wrapped_tensor(t) or t._is_zerotensor():
@@ -55,7 +61,7 @@ def _fingerprint(t: Tensor) -> Fingerprint:
         t = torch.view_as_real(t.resolve_conj())
     t = t.resolve_neg()
     if t.is_cpu and t.nbytes <= _SMALL:
-        return hash(t.view(_INTEGERS[t.itemsize]).numpy().tobytes())
+        return _weighted(t.view(_INTEGERS[t.itemsize]).numpy())
     words = in_order(t)
     if words is None:  # with gaps
         total = t.view(_INTEGERS[t.itemsize]).sum(dtype=torch.int64)
@@ -80,6 +86,31 @@ def _fingerprint(t: Tensor) -> Fingerprint:
 
 
 _room = threading.local()
+_function_modes = torch._C._len_torch_function_stack
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_USUAL = {torch.float32, torch.float64, torch.float16, torch.int64, torch.bool, torch.bfloat16}
+
+
+def _few_words(t: Tensor) -> NDArray[Any] | None:
+    """Return the numbers of a small tensor of a usual kind, without an operation of torch's."""
+    usual = t.dtype in _USUAL and t.is_cpu and t.nbytes <= _SMALL and not t.is_nested
+    if not usual or t.layout is not torch.strided or not t.is_contiguous() or t.is_neg():
+        return None
+    if torch._C._functorch.is_functorch_wrapped_tensor(t) or t._is_zerotensor():
+        return None
+    found = t.detach()
+    return (found.view(torch.int16) if t.dtype is torch.bfloat16 else found).numpy()
+
+
+def _weighted(numbers: NDArray[Any]) -> int:
+    """Return the sum of the words of an array, each by a weight of its own."""
+    numbers = numbers.reshape(-1)
+    if numbers.nbytes % 8:
+        return hash(numbers.tobytes())
+    return int(np.dot(numbers.view(np.int64), _SMALL_WEIGHTS[: numbers.nbytes // 8]))
+
+
+_SMALL_WEIGHTS = np.arange(_SMALL // 8) * 5_308_871_862 + 1
 
 
 @cache

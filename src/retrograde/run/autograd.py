@@ -24,7 +24,7 @@ from retrograde.run.core import Core, Gradients, discard, window
 from retrograde.run.executor import Run
 from retrograde.run.layout import ROWS, Inputs, Layout, Straight, steps_of
 from retrograde.run.second_order import differentiable_gradients
-from retrograde.run.states import with_attributes
+from retrograde.run.states import is_real, with_attributes
 from retrograde.run.transforms import no_forward_mode, refuse_batches, uncompiled
 from retrograde.schedule import Schedule
 from retrograde.units import Memory
@@ -93,6 +93,7 @@ class _Outputs:
 
     def __init__(self, core: Core, layout: Layout) -> None:
         self.core, self.layout = core, layout
+        self.by_rows = core.stepwise and isinstance(layout, Straight)
         self.tensors: Tensors = []
         self.rows: list[Sequence[Tensor]] = []  # some that are cut out of each, from the first on
         self.first = 0
@@ -101,12 +102,13 @@ class _Outputs:
     def emit(self, start: int, stop: int, values: Tensors, *_: Tensors) -> None:
         if not self.tensors:
             self.tensors = self.layout.allocate(values)
-            self.wanted = [not self.core.stepwise] * len(values)
+            known = self.core.settled.sweeps_without_graph or not self.core.stepwise
+            self.wanted = [known] * len(values)
         if not all(self.wanted):
             pairs = zip(self.wanted, values, strict=True)
             self.wanted = [wanted or y.requires_grad for wanted, y in pairs]
         detached = [y.detach() for y in values]
-        if not (self.core.stepwise and isinstance(self.layout, Straight)):
+        if not self.by_rows:
             self.layout.put(self.tensors, window(self.core, start, stop), detached)
             return
         if not self.first <= start < self.first + ROWS or not self.rows:
@@ -156,7 +158,7 @@ class _Recurrence(torch.autograd.Function):
         results = (*outputs.tensors, *(with_attributes(t.detach(), t) for t in after))
         pairs = zip(results, wanted, strict=True)
         ctx.mark_non_differentiable(
-            *(t for t, is_wanted in pairs if not (is_wanted and _is_real(t)))
+            *(t for t, is_wanted in pairs if not (is_wanted and is_real(t)))
         )
         return results
 
@@ -216,10 +218,6 @@ class _Recurrence(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         raise RetrogradeError(no_forward_mode())
-
-
-def _is_real(t: Tensor) -> bool:
-    return t.is_floating_point() or t.is_complex()
 
 
 def _returned(found: list[Tensor | None], needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:

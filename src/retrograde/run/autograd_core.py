@@ -15,6 +15,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from retrograde.run.core import Core, Emit, Gate, Gradient, Gradients, Tape, as_
 from retrograde.run.layout import Inputs, Layout, steps_of
 from retrograde.run.prints import Prints
 from retrograde.run.settled import operations
-from retrograde.run.states import each_once, entry, renewed, renewed_apart
+from retrograde.run.states import each_once, entry, is_real, renewed, renewed_apart
 from retrograde.schedule import Action, Backward, Load
 
 _NOTHING = torch.empty(0, device="cpu")
@@ -130,27 +131,34 @@ class AutogradCore(Core):
                         outputs, state = self(inputs[start:stop], state)
                         emit(start, stop, outputs)
             else:
-                with torch.enable_grad():
-                    state = self._sweep(inputs, start, stop, state, emit)
-            start, state = stop, each_once(renewed_apart, state)
+                state = self._sweep(inputs, start, stop, state, emit)
+            kept = partial(renewed_apart, linked=self.settled.sweeps_without_graph)
+            start, state = stop, each_once(kept, state)
             found.append(state)
         return found
 
     def _sweep(
         self, inputs: Inputs, start: int, stop: int, state: Tensors, emit: Emit | None
     ) -> Tensors:
-        """Run steps as when they are recorded; the graph of each ends with it."""
-        for k, x in enumerate(steps_of(inputs, start, stop), start):
-            if k > start:
-                state = each_once(renewed, state)
-            if emit is None:
-                state = self.carry(x, state)
-                continue
-            before = operations()
-            outputs, state = self(x, state)
-            self.settled.note(k, operations() - before)
-            emit(k, k + 1, outputs, state)
-            del outputs
+        """Run steps as when they are recorded, and end the graph of each with it; or without one,
+        if that is known to give the same bits."""
+        settled = self.settled
+        records = not settled.sweeps_without_graph
+        with torch.set_grad_enabled(records):
+            for k, x in enumerate(steps_of(inputs, start, stop), start):
+                if records and k > start:
+                    state = each_once(renewed, state)
+                if emit is None:
+                    state = self.carry(x, state)
+                    continue
+                before = operations()
+                outputs, state = self(x, state)
+                if records:
+                    settled.note(k, operations() - before)
+                    if not settled.passes:
+                        settled.linked &= all(map(_is_linked, (*outputs, *state)))
+                emit(k, k + 1, outputs, state)
+                del outputs
         return state
 
     def record(
@@ -347,6 +355,10 @@ def _accumulate(
             new.append(share)
     if old:
         torch._foreach_add_(old, new)
+
+
+def _is_linked(t: Tensor) -> bool:
+    return t.requires_grad or not is_real(t)
 
 
 def _as_fused(t: Tensor) -> tuple[Tensor, Tensor]:

@@ -20,6 +20,7 @@ from retrograde.replay.trees import Tensors
 from retrograde.run.layout import Inputs, Layout
 from retrograde.run.prints import Prints
 from retrograde.run.settled import Settled
+from retrograde.run.states import is_real
 from retrograde.schedule import Action
 
 Gradient = Tensor | None
@@ -171,4 +172,4 @@ def window(core: Core, start: int, stop: int) -> int | slice:
 
 def as_leaf(t: Tensor) -> Tensor:
     """Return a state tensor detached from its history, as a new leaf."""
-    return t.detach().requires_grad_(t.is_floating_point() or t.is_complex())
+    return t.detach().requires_grad_(is_real(t))

@@ -198,5 +198,4 @@ def _noted(
     emit: Emit, prints: Prints, start: int, stop: int, outputs: Tensors, state: Tensors
 ) -> None:
     emit(start, stop, outputs)
-    if prints.covers(start, start + 1):
-        prints(start, stop, outputs, state)
+    prints(start, stop, outputs, state)

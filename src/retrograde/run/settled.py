@@ -34,13 +34,17 @@ class LargerSteps(Exception):  # noqa: N818
 class Settled:
     """What earlier calls of the same cell have shown.
 
-    ``walked`` says that in a whole call no step used a tensor that was not known before. ``passes``
-    is the number of calls that were backpropagated. ``planned`` is the most operations of a
-    measured step, 0 if that is not known, and ``seen`` the most of any step, that of ``step``.
-    ``left`` is how many more the range that is being recorded may have.
+    ``walked`` says that in a whole call no step used a tensor that was not known before.
+    ``graphless`` says that steps without a graph give the same bits, and ``linked`` that all
+    results of the first pass's steps required a gradient. ``passes`` is the number of calls that
+    were backpropagated. ``planned`` is the most operations of a measured step, 0 if that is not
+    known, and ``seen`` the most of any step, that of ``step``. ``left`` is how many more the range
+    that is being recorded may have.
     """
 
     walked: bool = False
+    graphless: bool = False
+    linked: bool = True
     passes: int = 0
     planned: int = 0
     seen: int = 0
@@ -53,6 +57,11 @@ class Settled:
         """The factor by which the largest step exceeds those that were measured, or 1."""
         factor = self.seen / self.planned if self.planned else 1.0
         return factor if factor > _UNLIKE else 1.0
+
+    @property
+    def sweeps_without_graph(self) -> bool:
+        """Whether a step that is not recorded runs without a graph, which takes less time."""
+        return self.graphless and self.linked and self.passes > 0
 
     def level(self) -> int:
         """Return the operations of a step to plan for: from now on the most that were seen."""

@@ -48,10 +48,11 @@ def renewed(t: Tensor) -> Tensor:
     return with_attributes(new, t) if t.__dict__ else new
 
 
-def renewed_apart(t: Tensor) -> Tensor:
-    """Return a renewed state in its own memory, to be kept."""
+def renewed_apart(t: Tensor, *, linked: bool = False) -> Tensor:
+    """Return a renewed state in its own memory, to be kept. If it was computed without a graph,
+    ``linked`` says that the plain loop's requires a gradient."""
     new = apart(t.detach())
-    if t.requires_grad:
+    if t.requires_grad or (linked and is_real(t)):
         with torch.enable_grad():
             new = new.requires_grad_()[...]
     return with_attributes(new, t)
@@ -89,6 +90,11 @@ def apart(t: Tensor) -> Tensor:
     room = t.new_empty(shift + span)
     room[shift:].copy_(t.as_strided((span,), (1,)))
     return room.as_strided(t.shape, t.stride(), shift)
+
+
+def is_real(t: Tensor) -> bool:
+    """Return whether a tensor can require a gradient."""
+    return t.is_floating_point() or t.is_complex()
 
 
 def like_of(t: Tensor) -> Like:
