@@ -46,6 +46,14 @@ def working_bytes(call):
     return rg.measure(run).working_bytes
 
 
+def offers_of(profile, length, least, points=5):
+    """What budgets at equal ratios buy, from the least to ordinary backpropagation's."""
+    most = profile.buys(1.0, length).ordinary_bytes
+    ratio = (most / least) ** (1 / (points - 1))
+    budgets = {least, most, *(round(least * ratio**k) for k in range(1, points - 1))}
+    return [profile.buys(budget, length) for budget in sorted(budgets)]
+
+
 @pytest.mark.quick(0)
 @pytest.mark.parametrize("wanted", [True, False])
 def test_a_cells_offers_are_what_unroll_holds(wanted):
@@ -53,12 +61,12 @@ def test_a_cells_offers_are_what_unroll_holds(wanted):
     x.requires_grad_(wanted)
     net = cell.__closure__[0].cell_contents
     inputs = torch.randn(63, *x.shape, requires_grad=wanted)
-    offers = rg.profile(cell, x, h).trade_off(63, points=5)
-    assert len(offers) == 5
+    profile = rg.profile(cell, x, h)
     with pytest.raises(rg.BudgetError) as caught:
         rg.unroll(cell, inputs, h, memory=1)
-    assert offers.minimum_bytes == offers.offers[0].budget_bytes == caught.value.minimum_bytes
-    for offer in offers:
+    least = profile.buys(1.0, 63).minimum_bytes
+    assert least == caught.value.minimum_bytes
+    for offer in offers_of(profile, 63, least):
         rg.unroll(cell, inputs, h, memory=offer.budget_bytes)[0].sum().backward()
         inputs.grad = None
         net.zero_grad(set_to_none=True)
@@ -78,12 +86,13 @@ def test_a_modules_offers_are_what_it_makes_of_them(kind, layers):
     torch.manual_seed(0)
     net, x, h = kind(24, 32, layers), torch.randn(120, 8, 24), torch.zeros(layers, 8, 32)
     hx = (h, h.clone()) if kind is rg.LSTM else h
-    offers = rg.profile(net, x, hx).trade_off(points=5)
+    profile = rg.profile(net, x, hx)
     net.memory = 1
     with pytest.raises(rg.BudgetError) as caught:
         net.fit(x, hx)
-    assert offers.minimum_bytes == caught.value.minimum_bytes
-    for offer in offers:
+    least = caught.value.minimum_bytes
+    for offer in offers_of(profile, 120, least):
+        assert offer.minimum_bytes == least
         net.memory = offer.budget_bytes
         found = net.fit(x, hx)
         assert found.ordinary_bytes == offer.ordinary_bytes
@@ -104,8 +113,8 @@ def test_seconds_are_those_of_the_steps_and_of_the_calls():
         advances = sum(isinstance(action, rg.Advance) for action in found.schedule)
         records = sum(isinstance(action, rg.Record) for action in found.schedule)
         again = found.forward_steps - 120
-        assert steps.buys(memory).seconds == pytest.approx(3 * again + (5 + 7) * 120)
-        assert calls.buys(memory).seconds == pytest.approx(3 * advances + (5 + 7) * records)
+        assert steps.buys(memory, 120).seconds == pytest.approx(3 * again + (5 + 7) * 120)
+        assert calls.buys(memory, 120).seconds == pytest.approx(3 * advances + (5 + 7) * records)
 
 
 @pytest.mark.parametrize("length", [1, 2, 63, 1000, 30_000])
@@ -113,9 +122,9 @@ def test_a_larger_budget_is_not_slower(length):
     cell, x, h = make_cell()
     profile = rg.profile(cell, x, h)
     steps = paced(profile, LinearTime(0.0, 1.0), LinearTime(0.0, 1.0), LinearTime(0.0, 2.0))
-    offers = steps.trade_off(length, points=8).offers
-    budgets, seconds = [o.budget_bytes for o in offers], [o.seconds for o in offers]
-    assert budgets == sorted(budgets)
+    least = min(5000 * profile.state_bytes, steps.buys(1.0, length).ordinary_bytes)
+    offers = offers_of(steps, length, max(least, steps.buys(1.0, length).minimum_bytes), points=8)
+    seconds = [o.seconds for o in offers]
     for slower, faster in pairwise(seconds):
         assert faster <= 1.02 * slower
     assert offers[-1].budget_bytes == offers[-1].ordinary_bytes
@@ -130,7 +139,7 @@ def test_measured_seconds_are_of_this_machine():
     assert 0 < profile.forward_seconds < 1
     assert 0 < profile.backward_seconds < 1
     assert profile.call_seconds == 0
-    least, *_, most = profile.trade_off(200)
+    least, most = (profile.buys(memory, 200) for memory in ("5%", 1.0))
     assert least.seconds > most.seconds > 0
     lstm, x = lstm_and_input()
     # What runs it, of which torch's kernel is not a part; beside other work a slope may be lost.
@@ -162,52 +171,31 @@ def test_a_step_of_a_module_is_like_that_of_its_cell():
 def test_layouts_and_initial_states():
     x, hx = torch.randn(8, 40, 24), (torch.zeros(1, 8, 32), torch.zeros(1, 8, 32))
     profile = rg.profile(nn.LSTM(24, 32, batch_first=True), x, hx)
-    assert profile.length == 40
     ours = rg.LSTM(24, 32, batch_first=True, memory="100%")
-    assert profile.buys(1.0).ordinary_bytes == ours.fit(x, hx).ordinary_bytes
+    assert profile.buys(1.0, 40).ordinary_bytes == ours.fit(x, hx).ordinary_bytes
     alone = rg.profile(nn.LSTM(24, 32), x[0])
-    assert (alone.length, 8 * alone.state_bytes) == (40, profile.state_bytes)
+    assert 8 * alone.state_bytes == profile.state_bytes
     gru = rg.profile(nn.GRU(24, 32), x.transpose(0, 1), torch.zeros(1, 8, 32))
-    assert (gru.length, 2 * gru.state_bytes) == (40, profile.state_bytes)
-
-
-def test_long_sequences_begin_where_steps_do_not_run_too_often():
-    cell, x, h = make_cell()
-    profile = rg.profile(cell, x, h)
-    offers = profile.trade_off(20_000, points=3)
-    assert offers.minimum_bytes < offers.offers[0].budget_bytes
-    assert offers.offers[0].forward_steps <= 100_000
-    assert str(offers).splitlines()[-1].startswith("the least budget of all is ")
-    assert "least" not in str(profile.trade_off(60, points=3))
+    assert 2 * gru.state_bytes == profile.state_bytes
 
 
 def test_a_budget_that_is_too_small_names_the_least():
     lstm, x = lstm_and_input()
     profile = rg.profile(lstm, x)
     with pytest.raises(rg.BudgetError, match="need at least") as caught:
-        profile.buys(1)
-    assert profile.buys(caught.value.minimum_bytes).forward_steps > 120
-    assert profile.trade_off().minimum_bytes == caught.value.minimum_bytes
+        profile.buys(1, 120)
+    assert profile.buys(caught.value.minimum_bytes, 120).forward_steps > 120
 
 
-def test_it_is_printed_as_tables():
+def test_it_is_printed_as_a_table():
     cell, x, h = make_cell()
     lines = str(rg.profile(cell, x, h)).splitlines()
     assert [line[:14].strip() for line in lines] == [
         "hidden state", "internal state", "working core", "α, β", "forward step",
         "recording step", "backward step",
     ]  # fmt: skip
-    text = str(rg.profile(cell, x, h, length=1000))
-    assert "What a budget buys, 1,000 steps" in text
-    assert text.splitlines()[9].split() == [
-        "budget", "of", "ordinary", "forward", "steps", "seconds", "×", "ordinary",
-    ]  # fmt: skip
     lstm, x = lstm_and_input()
-    *table, last = str(rg.profile(lstm, x)).splitlines()
-    assert "kernel call" in table[7]
-    assert "What a budget buys, 120 steps" in table
-    assert last.split()[2] == "100.00%"
-    assert last.split()[-1] == "1.00"
+    assert "kernel call" in str(rg.profile(lstm, x)).splitlines()[7]
 
 
 def test_no_trace_is_left():
@@ -239,7 +227,7 @@ def test_options_are_part_of_what_is_measured(module):
     x = torch.randn(50, 2, 6)
     profile, ours = rg.profile(module, x), twin(module)
     ours.memory = "50%"
-    offer, found = profile.buys("50%"), ours.fit(x)
+    offer, found = profile.buys("50%", 50), ours.fit(x)
     assert (offer.ordinary_bytes, offer.budget_bytes) == (found.ordinary_bytes, found.budget_bytes)
     assert offer.forward_steps == pytest.approx(found.forward_steps, rel=0.15)
 
@@ -250,8 +238,6 @@ def test_bad_arguments():
     with pytest.raises(rg.CellError, match="is a PackedSequence: expected a tensor"):
         rg.profile(lstm, packed)
     with pytest.raises(rg.ScheduleError, match="length"):
-        rg.profile(lstm, x, length=0)
+        rg.profile(lstm, x).buys("50%", 0)
     with pytest.raises(rg.UnitError, match="unknown unit"):
-        rg.profile(lstm, x).buys("3 apples")
-    with pytest.raises(rg.CellError, match="one step was profiled: expected the length"):
-        rg.profile(*make_cell()).trade_off()
+        rg.profile(lstm, x).buys("3 apples", 9)

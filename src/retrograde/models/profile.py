@@ -14,7 +14,6 @@ caches. On CPUs ordinary backpropagation through a long sequence takes longer, s
 its memory again at every call. Several layers with two directions each are not one recurrence.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, SupportsIndex, cast, overload
 
@@ -25,7 +24,6 @@ from retrograde.cells.cell import Cell, examine, later_state
 from retrograde.errors import CellError
 from retrograde.models.chain_plans import measure_network
 from retrograde.models.replace_modules import twin
-from retrograde.plan import least_memory
 from retrograde.plan.arguments import integer
 from retrograde.plan.fit import Fit, Footprint, fit
 from retrograde.recurrent.base import BudgetedRNN
@@ -43,9 +41,6 @@ from retrograde.units import Memory, aligned, format_bytes
 
 # A cell's one input is repeated over as many steps as ordinary backpropagation is measured on.
 _LENGTH = 256
-# Budgets that recompute more than this, or take long to plan, are not listed.
-_MOST_RUNS = 64
-_MOST_STEPS = 100_000
 
 
 @dataclass(frozen=True)
@@ -76,56 +71,6 @@ def iteration_seconds(found: Fit, times: RangeTimes) -> float:
 
 
 @dataclass(frozen=True)
-class Offer(Fit):
-    """The effect of one budget on a sequence: a fit, with predicted seconds."""
-
-    seconds: float = 0.0
-
-    @property
-    def length(self) -> int:
-        """Steps of the sequence."""
-        return self.schedule.length
-
-
-@dataclass(frozen=True)
-class Offers:
-    """The trade-off curve in bytes and seconds; ``print`` shows it as a table.
-
-    Attributes:
-        offers: from the least budget to ordinary backpropagation's.
-        minimum_bytes: the least budget of all. Where that would run steps very often, the offers
-            begin above it.
-    """
-
-    offers: tuple[Offer, ...]
-    minimum_bytes: int
-
-    def __iter__(self) -> Iterator[Offer]:
-        return iter(self.offers)
-
-    def __len__(self) -> int:
-        return len(self.offers)
-
-    def __str__(self) -> str:
-        last = self.offers[-1]
-        rows = [("budget", "of ordinary", "forward steps", "seconds", "× ordinary")]
-        for offer in self.offers:
-            rows.append(
-                (
-                    format_bytes(offer.budget_bytes),
-                    f"{offer.budget_bytes / offer.ordinary_bytes:.2%}",
-                    f"{offer.forward_steps / offer.length:.3g}×",
-                    f"{offer.seconds:.3g}",
-                    f"{offer.seconds / last.seconds:.2f}",
-                )
-            )
-        told = f"What a budget buys, {last.length:,} steps\n{aligned(rows, left=())}"
-        if self.minimum_bytes < self.offers[0].budget_bytes:
-            told += f"\nthe least budget of all is {format_bytes(self.minimum_bytes)}"
-        return told
-
-
-@dataclass(frozen=True)
 class Profile:
     """The cost of one step of a cell or a recurrent module; ``print`` shows it as a table.
 
@@ -140,7 +85,6 @@ class Profile:
         draws: whether the step draws random numbers.
         costs: the bytes and seconds of ranges of steps.
         call_seconds: the cost of a module's kernel call, its steps aside; 0 for a cell.
-        length: the length for the trade-off that ``print`` shows; None for none.
     """
 
     state_bytes: int
@@ -153,7 +97,6 @@ class Profile:
     draws: bool
     costs: Costs = field(repr=False)
     call_seconds: float = 0.0
-    length: int | None = None
 
     @property
     def beta(self) -> int:
@@ -165,16 +108,16 @@ class Profile:
         """The same with its input hidden state (α)."""
         return self.beta + 1
 
-    def buys(self, memory: Memory, length: SupportsIndex | None = None) -> Offer:
+    def buys(self, memory: Memory, length: SupportsIndex) -> Fit:
         """Return the effect of a budget for a sequence.
 
         Args:
             memory: bytes, a size (``"64MiB"``), or a fraction of ordinary backpropagation's memory
                 (``0.05``, ``"5%"``).
-            length: steps; by default those of the profiled sequence.
+            length: steps of the sequence, which need not exist.
 
         Returns:
-            An :class:`Offer`.
+            A :class:`~retrograde.plan.fit.Fit`, with predicted seconds.
 
         Raises:
             BudgetError: the budget is too small; the message names the least.
@@ -184,52 +127,12 @@ class Profile:
         Example:
             >>> import torch
             >>> p = profile(torch.nn.LSTM(8, 8), torch.randn(50, 4, 8))
-            >>> offer = p.buys("20%", 1000)
-            >>> offer.peak_bytes <= offer.budget_bytes == offer.ordinary_bytes // 5
+            >>> found = p.buys("20%", 1000)
+            >>> found.peak_bytes <= found.budget_bytes == found.ordinary_bytes // 5
             True
         """
-        found = self.costs.fit(self._steps(length), memory)
-        return Offer(**{**vars(found), "seconds": iteration_seconds(found, self.costs.times)})
-
-    def trade_off(self, length: SupportsIndex | None = None, points: int = 12) -> Offers:
-        """Return the trade-off curve, in bytes and predicted seconds.
-
-        Args:
-            length: steps; by default those of the profiled sequence.
-            points: the number of budgets, at equal ratios from the least to ordinary
-                backpropagation's.
-
-        Returns:
-            :class:`Offers`; ``print`` shows them as a table.
-
-        Raises:
-            ScheduleError: the length is not a positive integer.
-
-        Example:
-            >>> import torch
-            >>> p = profile(torch.nn.LSTM(8, 8), torch.randn(50, 4, 8))
-            >>> offers = p.trade_off(1000)
-            >>> least, *_, most = offers
-            >>> least.forward_steps > most.forward_steps == 1000
-            True
-        """
-        steps = self._steps(length)
-        most = self.costs.fit(steps, 1.0)
-        ordinary, least = most.ordinary_bytes, min(most.minimum_bytes, most.peak_bytes)
-        allowed = max(4 * steps, min(_MOST_RUNS * steps, _MOST_STEPS))
-        states = least_memory(steps, allowed) if steps > 1 else 1
-        first = min(ordinary, least + (states - 1) * self.state_bytes)
-        count = max(2, integer("points", points))
-        ratio = (ordinary / first) ** (1 / (count - 1))
-        budgets = {first, ordinary, *(round(first * ratio**i) for i in range(1, count - 1))}
-        return Offers(tuple(self.buys(size, steps) for size in sorted(budgets)), least)
-
-    def _steps(self, length: SupportsIndex | None) -> int:
-        if length is None and self.length is None:
-            raise CellError(
-                "one step was profiled: expected the length of a sequence, such as trade_off(1000)"
-            )
-        return integer("length", self.length if length is None else length)
+        found = self.costs.fit(integer("length", length), memory)
+        return replace(found, seconds=iteration_seconds(found, self.costs.times))
 
     def __str__(self) -> str:
         rows = [
@@ -243,8 +146,7 @@ class Profile:
         ]
         if self.costs.sizes.call_steps:  # a module
             rows.append(("kernel call", _microseconds(self.call_seconds)))
-        table = aligned(rows)
-        return table if self.length is None else f"{table}\n\n{self.trade_off()}"
+        return aligned(rows)
 
 
 def _microseconds(seconds: float) -> str:
@@ -262,7 +164,6 @@ def profile(
     x: Any,
     state: Any = None,
     *,
-    length: SupportsIndex | None = None,
     repeats: int = 9,
 ) -> Profile: ...
 
@@ -272,7 +173,6 @@ def profile(
     x: Any,
     state: Any = None,
     *,
-    length: SupportsIndex | None = None,
     repeats: int = 9,
 ) -> Profile | Chain:
     """Measure a step of a cell or of a recurrent module, to predict the effect of each budget.
@@ -288,18 +188,15 @@ def profile(
             ``batch_first``, or (T, I).
         state: the hidden state, a pytree of tensors; for a recurrent module torch's, or None for
             zeros; none for a ``Sequential``.
-        length: steps of the sequence whose trade-off ``print`` shows; T by default for a module,
-            no trade-off for a cell.
         repeats: how often each part is timed; results are medians.
 
     Returns:
-        A :class:`Profile`; ``print`` shows it as a table, and :meth:`Profile.trade_off` predicts
-        the effect of each budget for a sequence of any length. For a ``Sequential``, a
+        A :class:`Profile`; ``print`` shows it as a table, and :meth:`Profile.buys` predicts the
+        effect of a budget for a sequence of any length. For a ``Sequential``, a
         :class:`~retrograde.schedule.chain.Chain`.
 
     Raises:
         CellError: the cell cannot be run exactly, or the module is not one recurrence.
-        ScheduleError: the length is not a positive integer.
 
     Example:
         >>> import torch
@@ -310,23 +207,19 @@ def profile(
         >>> p = profile(step, torch.zeros(4, 8), torch.zeros(4, 16))
         >>> p.state_bytes, p.alpha > 2
         (256, True)
-        >>> offers = p.trade_off(100)
-        >>> [offer.forward_steps for offer in offers][-1]
+        >>> p.buys("100%", 100).forward_steps
         100
         >>> net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
         >>> profile(net, torch.zeros(4, 8)).output_bytes
         (256, 256, 32)
     """
     if isinstance(cell, nn.Sequential):
-        if state is not None or length is not None:
-            raise CellError(
-                "a Sequential has neither a state nor steps: expected profile(net, sample)"
-            )
+        if state is not None:
+            raise CellError("a Sequential has no state: expected profile(net, sample)")
         return measure_network(cell, x, repeats)
     one_step: Any = cell
-    steps = None if length is None else integer("length", length)
     if isinstance(cell, nn.RNNBase):
-        return _of_module(cell, x, state, steps, repeats)
+        return _of_module(cell, x, state, repeats)
     leaves, input_spec = flatten(x, "inputs")
     states, state_spec = flatten_state(state)
     check_length([t.unsqueeze(0) for t in leaves])
@@ -337,12 +230,10 @@ def profile(
     later = later_state(core, inputs, states)
     sizes = footprint(core, inputs, later, first=states)
     costs = Costs(sizes, time_steps(core, inputs, later, repeats))
-    return _described(costs, costs.sizes.held(1), len(core.parameters), core.ambient.draws, steps)
+    return _described(costs, costs.sizes.held(1), len(core.parameters), core.ambient.draws)
 
 
-def _of_module(
-    module: nn.RNNBase, input: Any, hx: Any, length: int | None, repeats: int
-) -> Profile:
+def _of_module(module: nn.RNNBase, input: Any, hx: Any, repeats: int) -> Profile:
     """Profile a module on its own kernels, where a range of steps is one call."""
     if not isinstance(input, Tensor):
         raise CellError(
@@ -363,12 +254,10 @@ def _of_module(
     costs = Costs(sizes, time_steps(core, inputs, found.state, repeats), held)
     *_, (a, low), (b, high) = ((0, 0), *sizes.held.points)
     wanted = sum(p.requires_grad for p in module.parameters())
-    return _described(costs, -(-(high - low) // (b - a)), wanted, False, length or call.length)
+    return _described(costs, -(-(high - low) // (b - a)), wanted, False)
 
 
-def _described(
-    costs: Costs, internal: int, parameters: int, draws: bool, length: int | None
-) -> Profile:
+def _described(costs: Costs, internal: int, parameters: int, draws: bool) -> Profile:
     times = costs.times
     return Profile(
         state_bytes=costs.sizes.state_bytes,
@@ -381,5 +270,4 @@ def _described(
         draws=draws,
         costs=costs,
         call_seconds=times.forward.call_seconds,
-        length=length,
     )
