@@ -210,8 +210,6 @@ def test_what_goes_by_single_steps_is_refused_beside_blocks():
     cell, x, state = case(Gated, 16)
     with pytest.raises(rg.CellError, match="compile=True together with schedule="):
         rg.unroll(cell, x, state, schedule=rg.plan(16, 3), compile=True)
-    with pytest.raises(rg.CellError, match="compile=True together with backward="):
-        rg.unroll(cell, x, state, backward="scan", compile=True)
     with pytest.raises(rg.CellError, match="compile=True together with stateful="):
         rg.unroll(cell, x, state, stateful=[cell], compile=True)
     with pytest.raises(rg.CellError, match="compile=True together with schedule="):

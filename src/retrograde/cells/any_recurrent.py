@@ -164,7 +164,7 @@ class Recurrent(nn.Module):
             cell = _Directions(cells)
             trees = tuple(structure.unflatten(leaves) for _ in cells)
             spec = flatten((trees, layout.lengths), "input")[1]
-        made = CellCall(leaves, spec, layout, self.memory, self.schedule, compile=self.compiled)
+        made = CellCall(leaves, spec, layout, self.memory, self.schedule, self.compiled)
         return made, cell, state
 
 
