@@ -268,8 +268,7 @@ class CellCall:
             return run_schedule(core, schedule, self.tensors, states, self.calls)
         if isinstance(self.layout, Straight):
             return run_ordinary(core, self.tensors, states)
-        outputs, after = run_ordinary(core, self.steps[slice(0, len(self.steps))], states)
-        return self.layout.joined(outputs), after
+        return run_ordinary(core, self.steps[slice(0, len(self.steps))], states)
 
     def _recorded_plainly(
         self, core: StepCore, first: Tensors, state: Tensors
@@ -279,7 +278,7 @@ class CellCall:
         for k in range(1, len(self.steps)):
             outputs, state = core(self.steps[k], state)
             found.append(outputs)
-        return self.layout.joined([torch.stack(ys) for ys in zip(*found, strict=True)]), state
+        return [torch.stack(ys) for ys in zip(*found, strict=True)], state
 
     def _plainly(self, cell: Cell, state: Any) -> tuple[Tensors, Structure, Any]:
         """Run the plain loop, through which every transform of torch.func can go."""
@@ -288,7 +287,7 @@ class CellCall:
             y, state = as_pair(cell(self.spec.unflatten(leaves), state))
             outputs.append(flatten(y, "output of the cell"))
         stacked = [torch.stack(ys) for ys in zip(*(ys for ys, _ in outputs), strict=True)]
-        return self.layout.joined(stacked), outputs[0][1], state
+        return stacked, outputs[0][1], state
 
 
 def refuse_compiled(**options: object) -> None:

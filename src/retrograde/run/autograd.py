@@ -150,8 +150,7 @@ class _Recurrence(torch.autograd.Function):
         ctx.versions = versions[n_inputs + n_state :]
         ctx.n_held = len(held)
         ctx.save_for_backward(*held, *inputs, *state)
-        n = len(outputs.tensors)  # of two directions' outputs one tensor is made
-        wanted = [any(outputs.wanted[k::n]) for k in range(n)] if outputs.wanted else [True] * n
+        wanted = outputs.wanted or [True] * len(outputs.tensors)
         wanted = [*wanted, *(t.requires_grad or not core.stepwise for t in after)]
         results = (*outputs.tensors, *(with_attributes(t.detach(), t) for t in after))
         pairs = zip(results, wanted, strict=True)

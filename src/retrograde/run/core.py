@@ -157,9 +157,8 @@ class Gradients:
 
     def take_inputs(self, index: int | slice, shares: list[Gradient]) -> None:
         """Keep the input gradients of one call; later calls come first."""
-        for k, x in enumerate(self.wanted):
-            used = any(share is not None for share in shares[k :: len(self.wanted)])
-            if x is not None and used and self.inputs[k] is None:
+        for k, (x, share) in enumerate(zip(self.wanted, shares, strict=False)):
+            if x is not None and share is not None and self.inputs[k] is None:
                 self.inputs[k] = torch.zeros_like(x)
         self.layout.take(self.inputs, index, shares)
 

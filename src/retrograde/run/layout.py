@@ -69,12 +69,6 @@ class Layout(Protocol):
         """Allocate the outputs of all steps, given those of one call."""
         ...
 
-    def joined(self, outputs: Tensors) -> Tensors:
-        """Return the outputs of a call of all steps in the caller's form, with their graph."""
-        tensors = self.allocate([y[0] for y in outputs])
-        self.put(tensors, slice(0, self.length), outputs)
-        return tensors
-
     def parts(self, tensors: Sequence[Gradient], index: Index) -> list[Gradient]:
         """Return, for each output of a call, its part of the outputs or of their gradients."""
         ...
@@ -86,8 +80,8 @@ class Layout(Protocol):
                 part.copy_(value)
 
     def room(self, x: Tensor) -> Tensor:
-        """Allocate the gradient of an input."""
-        return torch.zeros_like(x)
+        """Allocate the gradient of an input, of which every call writes its part."""
+        return torch.empty_like(x)
 
     def take(self, totals: Sequence[Gradient], index: Index, shares: Sequence[Gradient]) -> None:
         """Write the input gradients of one call into those of all steps."""
@@ -134,14 +128,8 @@ class ByRows(Layout):
         """Return the rows of a call."""
         return index
 
-    def joined(self, outputs: Tensors) -> Tensors:
-        return outputs
-
     def parts(self, tensors: Sequence[Gradient], index: Index) -> list[Gradient]:
         return [None if t is None else t[self.rows(index)] for t in tensors]
-
-    def room(self, x: Tensor) -> Tensor:
-        return torch.empty_like(x)
 
     def take(self, totals: Sequence[Gradient], index: Index, shares: Sequence[Gradient]) -> None:
         for total, share in zip(totals, shares, strict=False):
@@ -293,14 +281,8 @@ class InBlocks(Layout):
     def allocate(self, values: Tensors) -> Tensors:
         return self.steps.allocate([y[0] for y in values])
 
-    def joined(self, outputs: Tensors) -> Tensors:
-        return self.steps.joined(outputs)
-
     def parts(self, tensors: Sequence[Gradient], index: Index) -> list[Gradient]:
         return self.steps.parts(tensors, self.span(index))
-
-    def put(self, tensors: Tensors, index: Index, values: Tensors) -> None:
-        self.steps.put(tensors, self.span(index), values)
 
     def take(self, totals: Sequence[Gradient], index: Index, shares: Sequence[Gradient]) -> None:
         self.steps.take(totals, self.span(index), shares)

@@ -70,7 +70,7 @@ def differentiable_gradients(
     outputs, after, parameters = core.ordinary(layout, x, first, gate)
     pairs = [
         (y, g)
-        for y, g in zip((*layout.joined(outputs), *after), given, strict=True)
+        for y, g in zip((*outputs, *after), given, strict=True)
         if g is not None and y.requires_grad
     ]
     everything = [*x, *first, *parameters]
