@@ -128,23 +128,10 @@ __all__ += [
 ]
 _come_from("retrograde.schedule")
 
-#: Names that went, and what to use instead.
-_GONE = {
-    "explain": "use Sequential.explain; for recurrent layers, memory='100%' is fast",
-    "LayerSharded": "use torch.distributed.pipelining, or rg.Sequential(memory=) in one process",
-    "split": "read the first Store of rg.plan(length, memory)",
-    "longest": "use bisect_left(range(1, 2**60), True, key=lambda t: rg.cost(t, m) > a * t)",
-    "least_memory": "use 1 + bisect_left(range(1, t), True, key=lambda m: rg.cost(t, m) <= a * t)",
-    "from_checkpoint_schedules": "copy examples/recipes/from_checkpoint_schedules.py",
-    "to_checkpoint_schedules": "copy examples/recipes/to_checkpoint_schedules.py",
-}
-
 
 def __getattr__(name: str) -> Any:
     if name == "scan":
         return import_module("retrograde.scan")
-    if name in _GONE:
-        raise AttributeError(f"retrograde.{name} is gone: {_GONE[name]}")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'retrograde' has no attribute {name!r}")
     try:
