@@ -11,28 +11,23 @@ since a schedule records and backpropagates every step once, whatever else it ru
 
 Known limits: seconds are those of short ranges, whose memory is mapped and whose data are in the
 caches. On CPUs ordinary backpropagation through a long sequence takes longer, since the system maps
-its memory again at every call. Several layers with two directions each are not one recurrence.
+its memory again at every call.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import Any, SupportsIndex, cast, overload
+from typing import Any, SupportsIndex, overload
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
 from retrograde.cells.cell import Cell, examine, later_state
 from retrograde.errors import CellError
 from retrograde.models.chain_plans import measure_network
-from retrograde.models.replace_modules import twin
 from retrograde.plan.arguments import integer
 from retrograde.plan.fit import Fit, Footprint, fit
-from retrograde.recurrent.base import BudgetedRNN
-from retrograde.recurrent.call import Call
-from retrograde.recurrent.fused import Fused, run_held
-from retrograde.recurrent.scheduled import fit_held, measure_ranges
 from retrograde.replay.switches import autocast_as_now
 from retrograde.replay.trees import flatten, flatten_state
-from retrograde.run.layout import Rows, Straight, check_length
+from retrograde.run.layout import Straight, check_length
 from retrograde.schedule import Chain
 from retrograde.schedule.actions import Verb
 from retrograde.sizes.footprint import footprint
@@ -41,22 +36,6 @@ from retrograde.units import Memory, aligned, format_bytes
 
 # A cell's one input is repeated over as many steps as ordinary backpropagation is measured on.
 _LENGTH = 256
-
-
-@dataclass(frozen=True)
-class Costs:
-    """The cost of a core's steps: ``sizes`` in bytes, ``times`` in seconds. ``call`` is one of held
-    layers, whose states are their outputs; they have a plan of their own."""
-
-    sizes: Footprint
-    times: RangeTimes
-    call: Call | None = None
-
-    def fit(self, steps: int, memory: Memory) -> Fit:
-        """Return the plan for a sequence of any length."""
-        if self.call is None:
-            return fit(steps, memory, self.sizes)
-        return cast(Fit, fit_held(self.call.of_length(steps), memory).fit)
 
 
 def iteration_seconds(found: Fit, times: RangeTimes) -> float:
@@ -72,7 +51,7 @@ def iteration_seconds(found: Fit, times: RangeTimes) -> float:
 
 @dataclass(frozen=True)
 class Profile:
-    """The cost of one step of a cell or a recurrent module; ``print`` shows it as a table.
+    """The cost of one step of a cell; ``print`` shows it as a table.
 
     Attributes:
         state_bytes: a hidden state, with the random state and the buffers that a rerun needs.
@@ -83,8 +62,7 @@ class Profile:
         backward_seconds: backpropagating it.
         parameters: the number of tensors besides inputs and state that receive a gradient.
         draws: whether the step draws random numbers.
-        costs: the bytes and seconds of ranges of steps.
-        call_seconds: the cost of a module's kernel call, its steps aside; 0 for a cell.
+        sizes, times: the bytes and seconds of ranges of steps.
     """
 
     state_bytes: int
@@ -95,8 +73,8 @@ class Profile:
     backward_seconds: float
     parameters: int
     draws: bool
-    costs: Costs = field(repr=False)
-    call_seconds: float = 0.0
+    sizes: Footprint = field(repr=False)
+    times: RangeTimes = field(repr=False)
 
     @property
     def beta(self) -> int:
@@ -126,13 +104,13 @@ class Profile:
 
         Example:
             >>> import torch
-            >>> p = profile(torch.nn.LSTM(8, 8), torch.randn(50, 4, 8))
+            >>> p = profile(lambda x, h: (h, torch.tanh(x + h)), *torch.randn(2, 4, 8))
             >>> found = p.buys("20%", 1000)
             >>> found.peak_bytes <= found.budget_bytes == found.ordinary_bytes // 5
             True
         """
-        found = self.costs.fit(integer("length", length), memory)
-        return replace(found, seconds=iteration_seconds(found, self.costs.times))
+        found = fit(integer("length", length), memory, self.sizes)
+        return replace(found, seconds=iteration_seconds(found, self.times))
 
     def __str__(self) -> str:
         rows = [
@@ -144,8 +122,6 @@ class Profile:
             ("recording step", _microseconds(self.record_seconds)),
             ("backward step", _microseconds(self.backward_seconds)),
         ]
-        if self.costs.sizes.call_steps:  # a module
-            rows.append(("kernel call", _microseconds(self.call_seconds)))
         return aligned(rows)
 
 
@@ -159,35 +135,22 @@ def profile(cell: nn.Sequential, x: Any, *, repeats: int = 9) -> Chain: ...
 
 
 @overload
-def profile(
-    cell: Cell | nn.RNNBase,
-    x: Any,
-    state: Any = None,
-    *,
-    repeats: int = 9,
-) -> Profile: ...
+def profile(cell: Cell, x: Any, state: Any = None, *, repeats: int = 9) -> Profile: ...
 
 
 def profile(
-    cell: Cell | nn.RNNBase | nn.Sequential,
-    x: Any,
-    state: Any = None,
-    *,
-    repeats: int = 9,
+    cell: Cell | nn.Sequential, x: Any, state: Any = None, *, repeats: int = 9
 ) -> Profile | Chain:
-    """Measure a step of a cell or of a recurrent module, to predict the effect of each budget.
+    """Measure a step of a cell, to predict the effect of each budget.
 
     For a ``Sequential`` every layer is measured, and the result is a chain that
     :func:`retrograde.plan` plans.
 
     Args:
-        cell: ``cell(x_t, state) -> (y_t, state)``; or an LSTM, a GRU or an RNN, of torch's or of
-            this library, with one layer if it has two directions. Or a ``Sequential``.
+        cell: ``cell(x_t, state) -> (y_t, state)``, or a ``Sequential``.
         x: the input. For a ``Sequential``, that of a call; for a cell, that of one step, a pytree
-            of tensors. For a recurrent module, its whole input, (T, B, I), (B, T, I) with
-            ``batch_first``, or (T, I).
-        state: the hidden state, a pytree of tensors; for a recurrent module torch's, or None for
-            zeros; none for a ``Sequential``.
+            of tensors.
+        state: the hidden state, a pytree of tensors; none for a ``Sequential``.
         repeats: how often each part is timed; results are medians.
 
     Returns:
@@ -196,7 +159,7 @@ def profile(
         :class:`~retrograde.schedule.chain.Chain`.
 
     Raises:
-        CellError: the cell cannot be run exactly, or the module is not one recurrence.
+        CellError: the cell cannot be run exactly, or is a recurrent module, which has a ``fit``.
 
     Example:
         >>> import torch
@@ -217,57 +180,30 @@ def profile(
         if state is not None:
             raise CellError("a Sequential has no state: expected profile(net, sample)")
         return measure_network(cell, x, repeats)
-    one_step: Any = cell
     if isinstance(cell, nn.RNNBase):
-        return _of_module(cell, x, state, repeats)
+        raise CellError(
+            f"profile measures one step of a cell, and a {type(cell).__name__} has none: expected "
+            "a cell or a Sequential; ask rg.fit(module, input, memory=)"
+        )
     leaves, input_spec = flatten(x, "inputs")
     states, state_spec = flatten_state(state)
     check_length([t.unsqueeze(0) for t in leaves])
     with autocast_as_now(leaves[0].device):
-        core = examine(one_step, leaves, input_spec, states, state_spec)
+        core = examine(cell, leaves, input_spec, states, state_spec)
     repeated = [t.unsqueeze(0).expand(_LENGTH, *t.shape) for t in leaves]
     inputs = Straight(_LENGTH, fused=False).read(repeated)
     later = later_state(core, inputs, states)
     sizes = footprint(core, inputs, later, first=states)
-    costs = Costs(sizes, time_steps(core, inputs, later, repeats))
-    return _described(costs, costs.sizes.held(1), len(core.parameters), core.ambient.draws)
-
-
-def _of_module(module: nn.RNNBase, input: Any, hx: Any, repeats: int) -> Profile:
-    """Profile a module on its own kernels, where a range of steps is one call."""
-    if not isinstance(input, Tensor):
-        raise CellError(
-            f"the input of a {type(module).__name__} is a {type(input).__name__}: expected a "
-            "tensor (T, B, I); for packed sequences, pad them"
-        )
-    call = cast(BudgetedRNN, twin(module))._call_of(input, hx)
-    if call.bidirectional:
-        raise CellError(
-            f"profile does not run a {type(module).__name__} with bidirectional=True: expected one "
-            "direction; module.fit(input) shows the effect of its memory"
-        )
-    found = measure_ranges(call, None)
-    sizes = replace(found.size, ordinary=found.ordinary.full)
-    core, inputs, held = found.core, found.inputs, call if call.runs_held else None
-    if held is not None:
-        core, inputs = Fused(core.net, run_held), Rows(call.length).read([call.x])
-    costs = Costs(sizes, time_steps(core, inputs, found.state, repeats), held)
-    *_, (a, low), (b, high) = ((0, 0), *sizes.held.points)
-    wanted = sum(p.requires_grad for p in module.parameters())
-    return _described(costs, -(-(high - low) // (b - a)), wanted, False)
-
-
-def _described(costs: Costs, internal: int, parameters: int, draws: bool) -> Profile:
-    times = costs.times
+    times = time_steps(core, inputs, later, repeats)
     return Profile(
-        state_bytes=costs.sizes.state_bytes,
-        internal_bytes=internal,
-        core_bytes=costs.sizes.core_bytes(1),
+        state_bytes=sizes.state_bytes,
+        internal_bytes=sizes.held(1),
+        core_bytes=sizes.core_bytes(1),
         forward_seconds=times.forward.step_seconds,
         record_seconds=times.record.step_seconds,
         backward_seconds=times.backward.step_seconds,
-        parameters=parameters,
-        draws=draws,
-        costs=costs,
-        call_seconds=times.forward.call_seconds,
+        parameters=len(core.parameters),
+        draws=core.ambient.draws,
+        sizes=sizes,
+        times=times,
     )

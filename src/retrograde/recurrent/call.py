@@ -5,7 +5,6 @@ layer below it. So with two directions every layer is a recurrence of its own, a
 between the layers are held.
 """
 
-import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -81,12 +80,6 @@ class Call:
         # Each of several layers of two directions is a recurrence of its own.
         self.is_stack = self.bidirectional and module.num_layers > 1
         self.has_dropout = bool(module.dropout and module.training and module.num_layers > 1)
-
-    def of_length(self, length: int) -> "Call":
-        """Return the same call with another length, which can be planned but not run."""
-        other = copy.copy(self)
-        other.length = length
-        return other
 
     @property
     def runs_held(self) -> bool:
