@@ -163,15 +163,14 @@ class Call:
         net = laid_out(net, apart=held or masks is not None)
         core: Core
         if runner is None:
-            (y,), final, _ = Fused(net, dropout=masks).ordinary(layout, [x], state, lambda t: t)
+            (y,), final = Fused(net, dropout=masks)(layout.read([x])[0 : self.length], state)
             return y, final
         if isinstance(runner, HeldPlan):
             core = HeldLayers(net, layout, self.batch, runner, masks=masks, resets=resets)
         else:
             core = Fused(net, runner, masks)
         if held or torch.is_grad_enabled():
-            budgeted = not held or self.module.memory is not None
-            (y,), final = run_schedule(core, schedule, [x], state, layout, budgeted=budgeted)
+            (y,), final = run_schedule(core, schedule, [x], state, layout)
         else:
             (y,), final = run_without_gradient(core, layout.read([x]), state, layout)
         return y, final

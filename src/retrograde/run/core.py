@@ -25,8 +25,6 @@ from retrograde.schedule import Action
 Gradient = Tensor | None
 #: Takes the outputs of a call: ``emit(start, stop, outputs)``; of a cell's step also its state.
 Emit = Callable[..., None]
-#: Lets tensors into a graph of all steps; see :mod:`retrograde.run.second_order`.
-Gate = Callable[[Tensors], Tensors]
 
 
 def discard(start: int, stop: int, outputs: Tensors, *_: Tensors) -> None:
@@ -105,17 +103,6 @@ class Core(ABC):
 
     def complete(self) -> None:  # noqa: B027
         """Note that every step was recorded and backpropagated."""
-
-    @abstractmethod
-    def ordinary(
-        self, layout: Layout, inputs: Tensors, state: Tensors, gate: Gate
-    ) -> tuple[Tensors, Tensors, Tensors]:
-        """Return all steps as autograd records them: outputs, last state, and the graph's
-        parameters.
-
-        Raises:
-            RetrogradeError: second derivatives are not available.
-        """
 
 
 @dataclass
