@@ -322,18 +322,6 @@ def library_models() -> str:
     return table(head, rows) + "\n" + source("library_models_cpu") + "\n"
 
 
-def masks() -> str:
-    rows = []
-    for row in results("masks_cpu")["rows"]:
-        gain = row["torch_ms"] / row["ours_ms"]
-        same = "yes" if row["same"] else "no"
-        rows.append(
-            [row["call"], time(row["torch_ms"]), time(row["ours_ms"]), f"{gain:.1f}×", same]
-        )
-    head = ["call", "torch", "here", "as fast", "same bits"]
-    return table(head, rows) + "\n" + source("masks_cpu") + "\n"
-
-
 def called_layers() -> str:
     rows = []
     for row in results("called_layers_cpu")["rows"]:
@@ -668,7 +656,7 @@ BLOCKS: dict[str, Callable[[], str]] = GPU_BLOCKS | {
         planner, chain_networks, sparse_jacobians, rank_jacobians, ranks_memory,
         million_steps, recipes, chain_least, examples, first_call, resident,
         jax_scan, jax_compiling, five_percent, lean, lean_front, lean_beside,
-        lean_overhead, masks, called_layers, compile_budget, architectures,
+        lean_overhead, called_layers, compile_budget, architectures,
     )
 }  # fmt: skip
 

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from retrograde import precompile
+
 FIRST_CALLS = """
 import torch
 import retrograde as rg
@@ -29,3 +31,11 @@ def test_first_calls_compile_nothing_after_it(tmp_path):
     compiled = run("-m", "retrograde.precompile", cache=tmp_path)
     assert len(compiled) > 100
     assert run("-c", FIRST_CALLS, cache=tmp_path) == compiled
+
+
+def test_it_says_how_long_it_took(monkeypatch, capsys):
+    done = []
+    monkeypatch.setattr(precompile, "precompile", lambda: done.append(1))
+    precompile.main()
+    assert "compiled in 0 s" in capsys.readouterr().out
+    assert done == [1]

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from retrograde.models.budget import Division, Share, budget
     from retrograde.models.fits import fit
     from retrograde.models.lean import lean
-    from retrograde.models.profile import Offer, Offers, Profile, profile
+    from retrograde.models.profile import Profile, profile
     from retrograde.models.sequential import Sequential
-    from retrograde.plan import TradeOff, cost, least_memory, plan, trade_off
+    from retrograde.plan import TradeOff, cost, plan, trade_off
     from retrograde.ranks.time_sharded import TimeSharded
     from retrograde.recurrent.modules import GRU, LSTM, RNN
     from retrograde.scan.sparse.composition import Residual
@@ -94,7 +94,7 @@ _come_from("retrograde.models.budget")
 __all__ += ["fit"]
 _come_from("retrograde.models.fits")
 
-__all__ += ["Offer", "Offers", "Profile", "profile"]
+__all__ += ["Profile", "profile"]
 _come_from("retrograde.models.profile")
 
 __all__ += ["GRU", "LSTM", "RNN"]
@@ -109,7 +109,7 @@ _come_from("retrograde.models.sequential")
 __all__ += ["unroll"]
 _come_from("retrograde.cells.unroll")
 
-__all__ += ["TradeOff", "cost", "least_memory", "plan", "trade_off"]
+__all__ += ["TradeOff", "cost", "plan", "trade_off"]
 _come_from("retrograde.plan")
 
 __all__ += ["TimeSharded"]
@@ -128,23 +128,10 @@ __all__ += [
 ]
 _come_from("retrograde.schedule")
 
-#: Names that went, and what to use instead.
-_GONE = {
-    "Explanation": "Sequential.explain returns a retrograde.scan.chain_scan.ScanChoice",
-    "explain": "use Sequential.explain; for recurrent layers, memory='100%' is fast",
-    "LayerSharded": "use torch.distributed.pipelining, or rg.Sequential(memory=) in one process",
-    "split": "read the first Store of rg.plan(length, memory)",
-    "longest": "use bisect_left(range(1, 2**60), True, key=lambda t: rg.cost(t, m) > a * t)",
-    "from_checkpoint_schedules": "copy examples/recipes/from_checkpoint_schedules.py",
-    "to_checkpoint_schedules": "copy examples/recipes/to_checkpoint_schedules.py",
-}
-
 
 def __getattr__(name: str) -> Any:
     if name == "scan":
         return import_module("retrograde.scan")
-    if name in _GONE:
-        raise AttributeError(f"retrograde.{name} is gone: {_GONE[name]}")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'retrograde' has no attribute {name!r}")
     try:

@@ -1,4 +1,4 @@
-"""The command ``retrograde``: plans, and kernels compiled ahead.
+"""The command ``retrograde``: plans of schedules.
 
 Each command imports its needs when it runs. So help appears at once, and ``plan`` works without
 torch. An error is one message and exit code 2, never a traceback.
@@ -76,14 +76,6 @@ def _retrograde(
     ] = False,
 ) -> None:
     pass
-
-
-@app.command()
-def precompile() -> None:
-    """Compile every kernel for the CPU now, so that no later call waits for it."""
-    from retrograde.precompile import main
-
-    main()
 
 
 @app.command()

@@ -346,7 +346,7 @@ def test_weights_that_are_frozen_computed_or_overwritten():
         total.backward()
 
 
-def test_gradients_of_some_results_second_passes_and_second_derivatives():
+def test_gradients_of_some_results_and_second_passes():
     torch.manual_seed(0)
     cell = Peephole(3, 5, dtype=DOUBLE)
     x, state = data(cell, 60, 8)
@@ -357,18 +357,6 @@ def test_gradients_of_some_results_second_passes_and_second_derivatives():
         found[-1] += torch.autograd.grad(y[3:5].sum(), [x, cell.weight_ih], retain_graph=True)
         found[-1] += torch.autograd.grad(h.sum(), [cell.weight_units])
     assert_near(found[1], found[0])
-    found = []
-    for run in (loop, within("100%")):
-        y, _ = run(cell, x, state)
-        with pytest.warns(UserWarning, match="create_graph") if found else nothing():
-            first = torch.autograd.grad(y.square().sum(), [x, cell.weight_hh], create_graph=True)
-        loss = sum(g.square().sum() for g in first)
-        found.append(torch.autograd.grad(loss, [x, *state, *cell.parameters()]))
-    assert_near(found[1], found[0])
-
-
-def nothing():
-    return torch.enable_grad()
 
 
 def test_layouts_of_inputs_and_gradients(ranges):

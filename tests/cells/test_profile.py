@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import retrograde as rg
-from retrograde.models.replace_modules import twin
 from retrograde.sizes.timing import LinearTime, RangeTimes, linear_time
 
 
@@ -23,15 +22,10 @@ def make_cell(size=12, batch=4):
     return cell, torch.randn(batch, size), torch.zeros(batch, size)
 
 
-def lstm_and_input(length=120):
-    torch.manual_seed(0)
-    return rg.LSTM(24, 32), torch.randn(length, 8, 24)
-
-
 def paced(profile, forward, record, backward):
     """The same profile on a machine whose seconds are known."""
     times = RangeTimes(forward, record, backward)
-    return replace(profile, costs=replace(profile.costs, times=times))
+    return replace(profile, times=times)
 
 
 def working_bytes(call):
@@ -46,6 +40,14 @@ def working_bytes(call):
     return rg.measure(run).working_bytes
 
 
+def offers_of(profile, length, least, points=5):
+    """What budgets at equal ratios buy, from the least to ordinary backpropagation's."""
+    most = profile.buys(1.0, length).ordinary_bytes
+    ratio = (most / least) ** (1 / (points - 1))
+    budgets = {least, most, *(round(least * ratio**k) for k in range(1, points - 1))}
+    return [profile.buys(budget, length) for budget in sorted(budgets)]
+
+
 @pytest.mark.quick(0)
 @pytest.mark.parametrize("wanted", [True, False])
 def test_a_cells_offers_are_what_unroll_holds(wanted):
@@ -53,12 +55,12 @@ def test_a_cells_offers_are_what_unroll_holds(wanted):
     x.requires_grad_(wanted)
     net = cell.__closure__[0].cell_contents
     inputs = torch.randn(63, *x.shape, requires_grad=wanted)
-    offers = rg.profile(cell, x, h).trade_off(63, points=5)
-    assert len(offers) == 5
+    profile = rg.profile(cell, x, h)
     with pytest.raises(rg.BudgetError) as caught:
         rg.unroll(cell, inputs, h, memory=1)
-    assert offers.minimum_bytes == offers.offers[0].budget_bytes == caught.value.minimum_bytes
-    for offer in offers:
+    least = profile.buys(1.0, 63).minimum_bytes
+    assert least == caught.value.minimum_bytes
+    for offer in offers_of(profile, 63, least):
         rg.unroll(cell, inputs, h, memory=offer.budget_bytes)[0].sum().backward()
         inputs.grad = None
         net.zero_grad(set_to_none=True)
@@ -69,43 +71,13 @@ def test_a_cells_offers_are_what_unroll_holds(wanted):
         net.zero_grad(set_to_none=True)
 
 
-@pytest.mark.quick(1)
-@pytest.mark.parametrize(
-    ("kind", "layers"),
-    [(rg.RNN, 1), pytest.param(rg.GRU, 2, marks=pytest.mark.slow), (rg.LSTM, 1)],
-)
-def test_a_modules_offers_are_what_it_makes_of_them(kind, layers):
-    torch.manual_seed(0)
-    net, x, h = kind(24, 32, layers), torch.randn(120, 8, 24), torch.zeros(layers, 8, 32)
-    hx = (h, h.clone()) if kind is rg.LSTM else h
-    offers = rg.profile(net, x, hx).trade_off(points=5)
-    net.memory = 1
-    with pytest.raises(rg.BudgetError) as caught:
-        net.fit(x, hx)
-    assert offers.minimum_bytes == caught.value.minimum_bytes
-    for offer in offers:
-        net.memory = offer.budget_bytes
-        found = net.fit(x, hx)
-        assert found.ordinary_bytes == offer.ordinary_bytes
-        assert found.forward_steps == pytest.approx(offer.forward_steps, rel=0.15)
-        net(x, hx)[0].sum().backward()
-        net.zero_grad(set_to_none=True)
-        assert working_bytes(lambda: net(x, hx)) <= offer.budget_bytes
-        net.zero_grad(set_to_none=True)
-
-
-def test_seconds_are_those_of_the_steps_and_of_the_calls():
-    lstm, x = lstm_and_input()
-    profile = rg.profile(lstm, x)
-    steps = paced(profile, LinearTime(0.0, 3.0), LinearTime(0.0, 5.0), LinearTime(0.0, 7.0))
-    calls = paced(profile, LinearTime(3.0, 0.0), LinearTime(5.0, 0.0), LinearTime(7.0, 0.0))
+def test_seconds_are_those_of_the_steps():
+    cell, x, h = make_cell()
+    profile = paced(rg.profile(cell, x, h), *(LinearTime(0.0, n) for n in (3.0, 5.0, 7.0)))
     for memory in ("10%", "20%", "60%", 1.0):
-        found = profile.costs.fit(120, memory)
-        advances = sum(isinstance(action, rg.Advance) for action in found.schedule)
-        records = sum(isinstance(action, rg.Record) for action in found.schedule)
+        found = profile.buys(memory, 120)
         again = found.forward_steps - 120
-        assert steps.buys(memory).seconds == pytest.approx(3 * again + (5 + 7) * 120)
-        assert calls.buys(memory).seconds == pytest.approx(3 * advances + (5 + 7) * records)
+        assert found.seconds == pytest.approx(3 * again + (5 + 7) * 120)
 
 
 @pytest.mark.parametrize("length", [1, 2, 63, 1000, 30_000])
@@ -113,9 +85,12 @@ def test_a_larger_budget_is_not_slower(length):
     cell, x, h = make_cell()
     profile = rg.profile(cell, x, h)
     steps = paced(profile, LinearTime(0.0, 1.0), LinearTime(0.0, 1.0), LinearTime(0.0, 2.0))
-    offers = steps.trade_off(length, points=8).offers
-    budgets, seconds = [o.budget_bytes for o in offers], [o.seconds for o in offers]
-    assert budgets == sorted(budgets)
+    most = steps.buys(1.0, length)
+    least = min(most.minimum_bytes, most.peak_bytes)
+    if length > 1000:  # else steps would be run very often
+        least += 50 * profile.state_bytes
+    offers = offers_of(steps, length, least, points=8)
+    seconds = [o.seconds for o in offers]
     for slower, faster in pairwise(seconds):
         assert faster <= 1.02 * slower
     assert offers[-1].budget_bytes == offers[-1].ordinary_bytes
@@ -125,17 +100,12 @@ def test_a_larger_budget_is_not_slower(length):
 def test_measured_seconds_are_of_this_machine():
     cell, x, h = make_cell()
     profile = rg.profile(cell, x, h)
-    times = profile.costs.times
+    times = profile.times
     assert times.forward == LinearTime(0.0, profile.forward_seconds)
     assert 0 < profile.forward_seconds < 1
     assert 0 < profile.backward_seconds < 1
-    assert profile.call_seconds == 0
-    least, *_, most = profile.trade_off(200)
+    least, most = (profile.buys(memory, 200) for memory in ("5%", 1.0))
     assert least.seconds > most.seconds > 0
-    lstm, x = lstm_and_input()
-    # What runs it, of which torch's kernel is not a part; beside other work a slope may be lost.
-    several = (rg.profile(lstm, x).costs.times for _ in range(5))
-    assert any(min(t.forward.step_seconds, t.backward.step_seconds) > 0 for t in several)
 
 
 def test_a_call_is_told_from_its_steps():
@@ -148,110 +118,35 @@ def test_a_call_is_told_from_its_steps():
     assert LinearTime(8.0, 2.0)(calls=3, steps=10) == 44.0
 
 
-def test_a_step_of_a_module_is_like_that_of_its_cell():
-    """The bytes of a GRU's state, and of an LSTM's; a layer more is a state more."""
-    x = torch.randn(20, 4, 12)
-    assert rg.profile(nn.GRU(12, 12), x).state_bytes == 4 * 12 * 4
-    assert rg.profile(nn.LSTM(12, 12), x).state_bytes == 2 * 4 * 12 * 4
-    assert rg.profile(nn.LSTM(12, 12, num_layers=3), x).state_bytes == 3 * 2 * 4 * 12 * 4
-    frozen = nn.GRU(12, 12)
-    frozen.weight_ih_l0.requires_grad_(False)
-    assert rg.profile(frozen, x).parameters == 3
-
-
-def test_layouts_and_initial_states():
-    x, hx = torch.randn(8, 40, 24), (torch.zeros(1, 8, 32), torch.zeros(1, 8, 32))
-    profile = rg.profile(nn.LSTM(24, 32, batch_first=True), x, hx)
-    assert profile.length == 40
-    ours = rg.LSTM(24, 32, batch_first=True, memory="100%")
-    assert profile.buys(1.0).ordinary_bytes == ours.fit(x, hx).ordinary_bytes
-    alone = rg.profile(nn.LSTM(24, 32), x[0])
-    assert (alone.length, 8 * alone.state_bytes) == (40, profile.state_bytes)
-    gru = rg.profile(nn.GRU(24, 32), x.transpose(0, 1), torch.zeros(1, 8, 32))
-    assert (gru.length, 2 * gru.state_bytes) == (40, profile.state_bytes)
-
-
-def test_long_sequences_begin_where_steps_do_not_run_too_often():
-    cell, x, h = make_cell()
-    profile = rg.profile(cell, x, h)
-    offers = profile.trade_off(20_000, points=3)
-    assert offers.minimum_bytes < offers.offers[0].budget_bytes
-    assert offers.offers[0].forward_steps <= 100_000
-    assert str(offers).splitlines()[-1].startswith("the least budget of all is ")
-    assert "least" not in str(profile.trade_off(60, points=3))
-
-
 def test_a_budget_that_is_too_small_names_the_least():
-    lstm, x = lstm_and_input()
-    profile = rg.profile(lstm, x)
+    profile = rg.profile(*make_cell())
     with pytest.raises(rg.BudgetError, match="need at least") as caught:
-        profile.buys(1)
-    assert profile.buys(caught.value.minimum_bytes).forward_steps > 120
-    assert profile.trade_off().minimum_bytes == caught.value.minimum_bytes
+        profile.buys(1, 120)
+    assert profile.buys(caught.value.minimum_bytes, 120).forward_steps > 120
 
 
-def test_it_is_printed_as_tables():
+def test_it_is_printed_as_a_table():
     cell, x, h = make_cell()
     lines = str(rg.profile(cell, x, h)).splitlines()
     assert [line[:14].strip() for line in lines] == [
         "hidden state", "internal state", "working core", "α, β", "forward step",
         "recording step", "backward step",
     ]  # fmt: skip
-    text = str(rg.profile(cell, x, h, length=1000))
-    assert "What a budget buys, 1,000 steps" in text
-    assert text.splitlines()[9].split() == [
-        "budget", "of", "ordinary", "forward", "steps", "seconds", "×", "ordinary",
-    ]  # fmt: skip
-    lstm, x = lstm_and_input()
-    *table, last = str(rg.profile(lstm, x)).splitlines()
-    assert "kernel call" in table[7]
-    assert "What a budget buys, 120 steps" in table
-    assert last.split()[2] == "100.00%"
-    assert last.split()[-1] == "1.00"
 
 
 def test_no_trace_is_left():
-    lstm = nn.LSTM(6, 6)
-    lstm.register_forward_hook(lambda *_: pytest.fail("a hook was called"))
-    before, state = dict(vars(lstm)), torch.get_rng_state()
-    rg.profile(lstm, torch.randn(20, 2, 6, generator=torch.Generator()))
+    cell, x, h = make_cell()
+    state = torch.get_rng_state()
+    rg.profile(cell, x, h)
     assert torch.equal(torch.get_rng_state(), state)
-    assert before == vars(lstm)
-    assert type(lstm) is nn.LSTM
-    assert lstm.weight_hh_l0.grad is None
-
-
-def test_what_is_no_single_recurrence_says_so():
-    module, x = nn.LSTM(6, 6, bidirectional=True), torch.randn(9, 2, 6)
-    with pytest.raises(rg.CellError, match=r"bidirectional=True: expected one .*module\.fit"):
-        rg.profile(module, x)
-
-
-@pytest.mark.parametrize(
-    "module",
-    [
-        nn.LSTM(6, 6, 2),
-        nn.GRU(6, 6, 2, dropout=0.1),
-        rg.RNN(6, 6, backward="scan"),
-    ],
-)
-def test_options_are_part_of_what_is_measured(module):
-    x = torch.randn(50, 2, 6)
-    profile, ours = rg.profile(module, x), twin(module)
-    ours.memory = "50%"
-    offer, found = profile.buys("50%"), ours.fit(x)
-    assert (offer.ordinary_bytes, offer.budget_bytes) == (found.ordinary_bytes, found.budget_bytes)
-    assert offer.forward_steps == pytest.approx(found.forward_steps, rel=0.15)
+    assert x.grad is h.grad is None
 
 
 def test_bad_arguments():
-    lstm, x = nn.LSTM(6, 6), torch.randn(9, 2, 6)
-    packed = nn.utils.rnn.pack_sequence([torch.randn(4, 6)])
-    with pytest.raises(rg.CellError, match="is a PackedSequence: expected a tensor"):
-        rg.profile(lstm, packed)
+    cell = make_cell()
+    with pytest.raises(rg.CellError, match=r"a LSTM has none: .* ask rg\.fit"):
+        rg.profile(nn.LSTM(6, 6), torch.randn(9, 2, 6))
     with pytest.raises(rg.ScheduleError, match="length"):
-        rg.profile(lstm, x, length=0)
+        rg.profile(*cell).buys("50%", 0)
     with pytest.raises(rg.UnitError, match="unknown unit"):
-        rg.profile(lstm, x).buys("3 apples")
-    with pytest.raises(rg.CellError, match="one step was profiled: expected the length"):
-        rg.profile(*make_cell()).trade_off()
+        rg.profile(*cell).buys("3 apples", 9)

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from oracles.jacobians import jacobians
 from retrograde.kernels import cpu, in_place, kernels, meeting, team
-from retrograde.kernels.cells import GATES, Slopes, Weights, jacobians, slopes
+from retrograde.kernels.cells import GATES, Slopes, Weights, slopes
 from retrograde.kernels.lanes import compiled
 from retrograde.kernels.sweep import carry, products, safe_chunk, scan, sweep, trusted
 from retrograde.kernels.team import share

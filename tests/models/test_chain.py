@@ -815,8 +815,8 @@ def test_the_profile_of_a_network_is_its_chain():
     assert min(chain.forward_seconds) > 0 < sum(chain.backward_seconds)
     assert rg.plan(chain, "80%").peak <= 0.8 * rg.plan(chain, policy="store-all").peak
     assert "1-2" in str(chain)
-    with pytest.raises(CellError, match="neither a state nor steps"):
-        rg.profile(nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2), length=5)
+    with pytest.raises(CellError, match="a Sequential has no state"):
+        rg.profile(nn.Sequential(nn.Linear(2, 2)), torch.ones(1, 2), torch.ones(1))
 
 
 def triples(inplace):

@@ -17,7 +17,7 @@ from oracles.autocast import run_or_skip
 from oracles.drawn_graphs import train
 from oracles.lean_models import OTHERS, OWN, build
 from oracles.processes import leave, spawn
-from retrograde.kernels.cpu_masks import packed
+from retrograde.kernels.cpu_masks import packed, unpack_into
 from retrograde.models import lean as lean_module
 from retrograde.models import recipes, tape
 from retrograde.models.cheap import CHEAP
@@ -205,12 +205,32 @@ def test_the_noise_of_a_dropout_is_made_of_its_mask(p, dtype):
     assert torch.equal(tape._noise(packed(noise), one, noise.shape), noise)
 
 
-def test_the_noise_of_attention_is_let_go():
+@pytest.mark.parametrize("kind", [torch.uint8, torch.bool, torch.int64, torch.float32])
+def test_a_mask_is_kept_as_bits(kind):
+    for rows in (1, 8, 9, 21_847):
+        mask = torch.randint(2, (rows, 3)).to(kind)
+        assert packed(mask).nbytes == -(-3 * rows // 8)
+        for known in (mask, mask.t()):
+            found = torch.full(known.shape, 1, dtype=kind)
+            assert unpack_into(packed(known), found) is found
+            assert torch.equal(found, known)
+
+
+@pytest.mark.parametrize("heads", [None, "weights", "no weights"])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_the_noise_of_attention_is_let_go(heads, bf16):
     def attend(x, m):
         x = x.view(2, 24, 64)
-        return functional.scaled_dot_product_attention(x, x, x, dropout_p=0.2).flatten(0, 1)
+        if heads:
+            return m.heads(x, x, x, need_weights=heads == "weights")[0].flatten(0, 1)
+        p = 0.2 if m.training else 0.0
+        return functional.scaled_dot_product_attention(x, x, x, dropout_p=p).flatten(0, 1)
 
-    assert check(Apply(attend), torch.randn(48, 16)).let_go_bytes["Dropout"]
+    model = Apply(attend)
+    model.heads = nn.MultiheadAttention(64, 2, dropout=0.2, batch_first=True) if heads else None
+    with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+        assert check(model.train(), torch.randn(48, 16)).let_go_bytes["Dropout"]
+        assert "Dropout" not in check(model.eval(), torch.randn(48, 16)).let_go_bytes
 
 
 @pytest.mark.filterwarnings("ignore:This overload")

@@ -7,10 +7,13 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from retrograde.plan.steps.closed_form import repetitions, split_of
+
 __all__ = [
     "fewest_actions",
     "fewest_actions_hsm",
     "fewest_actions_ism",
+    "hsm_split",
     "hsm_table",
     "ism_table",
     "msm_table",
@@ -18,6 +21,11 @@ __all__ = [
 ]
 
 Table = NDArray[np.float64]
+
+
+def hsm_split(length, memory):
+    """The library's position of the next stored state."""
+    return split_of(length, memory, repetitions(length, memory))
 
 
 def hsm_table(length: int, memory: int) -> Table:

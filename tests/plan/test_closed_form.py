@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from oracles.recurrences import fewest_actions_hsm, hsm_table, ism_table
+from oracles.recurrences import fewest_actions_hsm, hsm_split, hsm_table, ism_table
 from retrograde.errors import ScheduleError
 from retrograde.plan import cost
-from retrograde.plan.steps.closed_form import hsm_cost, hsm_split, ism_cost
+from retrograde.plan.steps.closed_form import hsm_cost, ism_cost
 
 LENGTH, MEMORY = 60, 30
 LENGTHS, MEMORIES = np.arange(1, LENGTH + 1)[:, None], np.arange(1, MEMORY + 1)

@@ -2,11 +2,11 @@
 
 import pytest
 
-from oracles.recurrences import fewest_actions_hsm, fewest_actions_ism
+from oracles.recurrences import fewest_actions_hsm, fewest_actions_ism, hsm_split
 from retrograde.errors import ScheduleError
 from retrograde.plan import plan
 from retrograde.plan.steps import unfold
-from retrograde.plan.steps.closed_form import hsm_cost, hsm_split, ism_cost
+from retrograde.plan.steps.closed_form import hsm_cost, ism_cost
 from retrograde.schedule import Advance, Store
 
 

@@ -90,14 +90,6 @@ LIST = "hsm, ism, msm, best, store-all"
         ({"policy": "msm", "alpha": 3, "beta": 4}, "beta is 4 and alpha is 3: .* beta <= alpha"),
         ({"alpha": 3}, "the policy 'hsm' .* takes neither alpha nor beta: leave them out"),
         ({"policy": "ism", "beta": 3}, "the policy 'ism' .* takes neither alpha nor beta"),
-        (
-            {"policy": "chen-sqrt", "memory": None},
-            "the policy 'chen-sqrt' is a baseline, and now a function in the papers' package",
-        ),
-        (
-            {"policy": "recompute-all"},
-            "the policy 'recompute-all' is a baseline, .* use 'hsm' with memory",
-        ),
     ],
 )
 def test_bad_arguments_are_refused_with_a_remedy(ask, given, message):

@@ -430,10 +430,6 @@ def test_what_cannot_be_sharded_is_refused():
             rg.TimeSharded(make(), **options)
     with pytest.raises(RankError, match="no process group"):
         rg.TimeSharded(make())
-    with pytest.raises(AttributeError, match="LayerSharded is gone: use"):
-        rg.LayerSharded  # noqa: B018
-    with pytest.raises(AttributeError, match="'scan_ranks': it is gone; use"):
-        rg.scan.scan_ranks  # noqa: B018
 
 
 def within_a_budget(rank):

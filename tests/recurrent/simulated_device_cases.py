@@ -113,7 +113,6 @@ WAYS = {
     "scanned, both directions": bidirectional(backward="scan"),
     "scanned in ranges": recurrent(rg.GRU, memory="60%", backward="scan"),
     "unroll": unrolled(memory="50%"),
-    "unroll, scanned": unrolled(backward="scan"),
     "Recurrent": around,
     "bptt": streamed(lambda: nn.GRU(SIZE, SIZE)),
     "bptt of a cell": streamed(Cell),
@@ -131,7 +130,7 @@ LENGTHS = {
 }
 # Where the program waits for the device in one call. Scans of chains and of any cell wait for what
 # overflows. Streaming a module waits for the loss of two steps, which shows whether losses add up.
-WAITS = {"Sequential, scanned": 1, "unroll, scanned": 1, "bptt": 1}
+WAITS = {"Sequential, scanned": 1, "bptt": 1}
 OVERFLOWED = "products of Jacobians overflowed, canc"
 
 

@@ -158,7 +158,7 @@ def test_what_is_only_measured_leaves_no_trace(computed):
     def measure(rnn):
         x = inputs().requires_grad_()
         rnn.fit(x)
-        rg.profile(rnn, x, repeats=1)
+        rg.fit(rnn, x, memory="70%")
 
     plain, plain_state = trained(net(computed, "GRU", rg, memory="70%"))
     ours, state = trained(net(computed, "GRU", rg, memory="70%"), measure)
@@ -207,7 +207,7 @@ def test_measuring_computes_no_weight_and_a_call_as_often_as_torchs():
         for _ in range(2):
             rnn(inputs())[0].sum().backward()
         seen.append(Counted.calls)
-        rg.profile(rnn, inputs(), repeats=1)
+        rg.fit(rnn, inputs(), memory="70%")
         if way.get("memory"):
             rnn.fit(inputs())
         assert Counted.calls == seen[-1]
@@ -306,7 +306,7 @@ def test_what_has_no_bytes_is_not_measured():
     x = inputs().to("meta")
     for ask in (
         lambda: gru(memory="60%", device="meta").fit(x),
-        lambda: rg.profile(nn.GRU(5, 7, device="meta", dtype=DOUBLE), x),
+        lambda: rg.fit(nn.GRU(5, 7, device="meta", dtype=DOUBLE), x, memory="60%"),
         lambda: rg.budget(nn.GRU(5, 7, device="meta", dtype=DOUBLE), "60%", x),
     ):
         with pytest.raises(
@@ -401,7 +401,7 @@ def test_a_state_may_be_a_list(way):
 
 def test_what_has_nothing_to_backpropagate_is_not_measured():
     frozen = gru(memory="60%").requires_grad_(False)
-    for ask in (frozen.fit, lambda x: rg.profile(frozen, x)):
+    for ask in (frozen.fit, lambda x: rg.fit(frozen, x, memory="60%")):
         with pytest.raises(rg.CellError, match="nothing to backpropagate: expected a weight or an"):
             ask(inputs())
         assert ask(inputs().requires_grad_())
@@ -463,7 +463,8 @@ def test_torchs_names_may_be_made_ours(kind, monkeypatch):
     made(x)[0].sum().backward()
     assert made.fit(x) == expected
     for model in (torchs(5, 7, dtype=DOUBLE), ours(5, 7, dtype=DOUBLE)):
-        assert rg.profile(model, x, repeats=1).costs.sizes.ordinary(STEPS) > 0
+        found = rg.fit(model, x, memory="70%")
+        assert found.ordinary_bytes == expected.ordinary_bytes
         assert rg.budget(model, "70%", x).ordinary_bytes == expected.ordinary_bytes
         assert type(model) is ours
 

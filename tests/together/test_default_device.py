@@ -101,7 +101,6 @@ WAYS = {
     "RNN, scanned": recurrent(rg.RNN, backward="scan"),
     "packed": packed,
     "unroll": unrolled(memory="50%"),
-    "unroll, scanned": unrolled(backward="scan"),
     "unroll, a number in the state": counting,
     "Recurrent": around,
     "bptt": streamed,

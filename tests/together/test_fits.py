@@ -57,7 +57,7 @@ def test_a_chain_is_asked(kind):
 
 
 def test_recurrent_and_stateful_cells_are_asked():
-    net = rg.Recurrent(nn.GRUCell(8, 16), nn.GRUCell(8, 16), memory="90%")
+    net = rg.Recurrent(nn.GRUCell(8, 16), memory="90%")
     x = torch.randn(100, 4, 8)
     found = rg.fit(net, x, memory="20%")
     assert found.budget_bytes == found.ordinary_bytes // 5

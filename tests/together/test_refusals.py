@@ -548,3 +548,23 @@ def test_the_drawn_models_are_of_all_kinds():
             for value in {getattr(one, name) for one in drawn}
         ]
         assert len(counts) > 1 < min(counts)
+
+
+SECOND = {
+    "LSTM": lambda x: rg.LSTM(3, 5, memory="70%")(x)[0],
+    "all": lambda x: rg.GRU(3, 5, memory="100%")(x)[0],
+    "scan": lambda x: rg.RNN(3, 5, backward="scan")(x)[0],
+    "schedule": lambda x: rg.GRU(3, 5, schedule=rg.plan(20, 3))(x)[0],
+    "unroll": lambda x: rg.unroll(lambda a, h: (h, torch.tanh(a + h)), x, x[0] * 0, memory="90%")[
+        0
+    ],
+}
+
+
+@pytest.mark.parametrize("how", SECOND)
+def test_second_derivatives_of_a_recurrence_are_refused(how):
+    x = torch.randn(20, 4, 3, requires_grad=True)
+    y = SECOND[how](x)
+    with pytest.raises(rg.RetrogradeError, match=r"cannot itself be differentiated.* memory=None"):
+        torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    assert torch.autograd.grad(y.square().sum(), x)[0].any()  # a first one still works

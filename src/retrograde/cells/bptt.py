@@ -30,7 +30,7 @@ from retrograde.replay.trees import Structure, Tensors, flatten, flatten_state
 from retrograde.run.autograd import check_schedule, refuse_both
 from retrograde.run.core import Core
 from retrograde.run.settled import Settled
-from retrograde.run.sources import Moved, Spool, Steps, Stream, TimeFirst, open_source
+from retrograde.run.sources import Moved, Stream, TimeFirst, open_source
 from retrograde.run.streaming import Progress, TakeInput, run_stream
 from retrograde.run.transforms import besides_forward, refuse_transforms, uncompiled
 from retrograde.schedule import Schedule
@@ -69,9 +69,8 @@ def bptt(
             between layers, with inputs (B, I) a step. Then one call of the fused kernel runs a
             range of steps, and the budget is the one given here.
         inputs: a pytree of tensors or arrays (a memory map, a data set in a file), each with time
-            first; anything that has a length and is indexed by the step; a function of the step; or
-            an iterator, whose items are kept in a temporary file. A step is read more than once,
-            and must give the same values.
+            first; anything that has a length and is indexed by the step; or a function of the
+            step. A step is read more than once, and must give the same values.
         state: the initial state, a pytree of tensors; for a module torch's, or None for zeros.
         loss: ``loss(t, y_t)``, a scalar tensor, or None for a step without one. With a module it is
             ``loss(range, y)`` with y (steps, B, H), the *sum* of the losses of those steps. The
@@ -259,7 +258,7 @@ def _fitted(task: _Task, inputs: Any, memory: Memory) -> tuple[Core, Schedule]:
     read: tuple[Any, ...] = (type(source),)
     if isinstance(source, TimeFirst):
         read += tuple(isinstance(t, Tensor) for t in source.leaves)
-    elif not (isinstance(source, Steps) and isinstance(source.get, Spool)):
+    else:
         parts.append(find_referents([inputs]))  # the bytes of reading depend on it
     tensors = map(signature, (*source[0], *task.state, *first.parameters))
     shapes = torch.get_num_threads(), task.stream.wanted, read, *tensors

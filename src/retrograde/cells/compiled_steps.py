@@ -20,8 +20,7 @@ from retrograde.cells.cell import StepCore, as_pair
 from retrograde.errors import CellError
 from retrograde.replay.switches import autocast_as_now
 from retrograde.replay.trees import Structure, Tensors, flatten, flatten_state
-from retrograde.run.core import Gate, as_leaf
-from retrograde.run.layout import InBlocks, Layout
+from retrograde.run.core import as_leaf
 from retrograde.run.states import like_of
 from retrograde.run.transforms import besides_forward
 
@@ -56,13 +55,6 @@ class CompiledSteps(StepCore):
 
     def carry(self, inputs: Tensors, state: Tensors) -> Tensors:
         return self(inputs, state)[1]
-
-    def ordinary(
-        self, layout: Layout, inputs: Tensors, state: Tensors, gate: Gate
-    ) -> tuple[Tensors, Tensors, Tensors]:
-        assert isinstance(layout, InBlocks)
-        read = layout.steps.read(inputs)  # compiled blocks have no second derivatives
-        return *self._plainly(read[slice(0, len(read))], state), self.parameters
 
     def _plainly(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
         """Run steps one after the other, uncompiled."""

@@ -31,8 +31,8 @@ from retrograde.plan.fit import Curve, Fit, Highest
 from retrograde.recurrent.fastest import fit_measured
 from retrograde.replay.surroundings import Ambient
 from retrograde.replay.trees import Tensors
-from retrograde.run.core import Core, Emit, Gate, Gradients, Tape, discard
-from retrograde.run.layout import InMemory, Inputs, Layout, Straight
+from retrograde.run.core import Core, Emit, Gradients, Tape, discard
+from retrograde.run.layout import InMemory, Inputs, Straight
 from retrograde.run.transforms import besides_forward
 from retrograde.sizes.footprint import footprint
 from retrograde.units import Memory, as_bytes
@@ -141,21 +141,18 @@ class GatedCell(nn.Module):
 
     def forward(self, x: Tensor, state: Any = None) -> tuple[Tensor, Any]:
         """Run one step; a state of None is zeros."""
-        return self._step(x, self.zeros(x) if state is None else state, self._weights())
+        state = self.zeros(x) if state is None else state
+        before = state if isinstance(state, tuple | list) else (state,)
+        shape = *x.shape[:-1], self.gates, self.hidden_size
+        w_ih, w_hh, b_ih, b_hh, units = self._weights().values()
+        d = nn.functional.linear(x, cast(Tensor, w_ih), b_ih).view(shape)
+        u = nn.functional.linear(before[0], cast(Tensor, w_hh), b_hh).view(shape)
+        after = self.formula.after(d, u, *before, *(() if units is None else units))
+        return after[0], after if self.states > 1 else after[0]
 
     def _weights(self) -> dict[str, Tensor | None]:
         """Return the weights by name. Each is read only once, since it may be computed."""
         return {name: getattr(self, name) for name in _WEIGHTS}
-
-    def _step(self, x: Tensor, state: Any, weights: dict[str, Any]) -> tuple[Tensor, Any]:
-        """Run one step with some weights."""
-        before = state if isinstance(state, tuple | list) else (state,)
-        shape = *x.shape[:-1], self.gates, self.hidden_size
-        w_ih, w_hh, b_ih, b_hh, units = (weights[name] for name in _WEIGHTS)
-        d = nn.functional.linear(x, w_ih, b_ih).view(shape)
-        u = nn.functional.linear(before[0], w_hh, b_hh).view(shape)
-        after = self.formula.after(d, u, *before, *(() if units is None else units))
-        return after[0], after if self.states > 1 else after[0]
 
     def zeros(self, x: Tensor) -> Any:
         """Return the state before the first of steps x (…, I)."""
@@ -169,8 +166,7 @@ class GatedCell(nn.Module):
 def runs_by_loops(cell: GatedCell, x: Sequence[Tensor], state: Tensors) -> bool:
     """Return whether compiled loops can run a cell: one without hooks, on inputs (T, B, I), with
     all tensors in one precision."""
-    known = all(getattr(type(cell), n) is getattr(GatedCell, n) for n in ("forward", "_step"))
-    if not known or besides_forward(cell) is not None:
+    if type(cell).forward is not GatedCell.forward or besides_forward(cell) is not None:
         return False
     own, size, samples = cell._weights(), cell.hidden_size, x[0].shape[1] if x[0].dim() == 3 else 0
     shapes = [(cell.gates * size, n) for n in (cell.input_size, size)]
@@ -238,19 +234,6 @@ class GatedCore(Core):
         """Return the inputs, with memory for the outputs."""
         layout = Straight(len(tensors[0]), fused=True)
         return layout.read(tensors, self.room(layout.read(tensors)))
-
-    def ordinary(
-        self, layout: Layout, inputs: Tensors, state: Tensors, gate: Gate
-    ) -> tuple[Tensors, Tensors, Tensors]:
-        names = [name for name, w in self.weights.items() if w is not None]
-        given = dict(zip(names, gate([cast(Tensor, self.weights[n]) for n in names]), strict=True))
-        now: Any = tuple(state) if len(state) > 1 else state[0]
-        found = []
-        for x in inputs[0]:
-            y, now = self.cell._step(x, now, {**self.weights, **given})
-            found.append(y)
-        after = [*now] if len(state) > 1 else [now]
-        return [torch.stack(found)], after, [w for w in given.values() if w.requires_grad]
 
     @paced
     @torch.no_grad()

@@ -1,9 +1,8 @@
-"""``unroll``: any cell over a sequence, with its gradient within a memory budget, or by a scan."""
+"""``unroll``: any cell over a sequence, with its gradient within a memory budget."""
 
-import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -31,14 +30,7 @@ from retrograde.run.autograd_core import run_ordinary
 from retrograde.run.core import Core
 from retrograde.run.layout import InBlocks, Inputs, Layout, Straight, check_length
 from retrograde.run.settled import Settled
-from retrograde.run.transforms import (
-    besides_forward,
-    is_transformed,
-    is_unreal,
-    refuse_transforms,
-    uncompiled,
-)
-from retrograde.scan.any_cell import run_cell
+from retrograde.run.transforms import is_transformed, is_unreal, refuse_transforms, uncompiled
 from retrograde.schedule import Schedule
 from retrograde.sizes.cache import CellFits, LRUCache, signature
 from retrograde.sizes.footprint import footprint, grown, step_bytes
@@ -57,7 +49,6 @@ def unroll(
     *,
     memory: Memory | None = None,
     schedule: Schedule | None = None,
-    backward: Literal["scan"] | None = None,
     stateful: nn.Module | Sequence[nn.Module] = (),
     compile: bool = False,
 ) -> tuple[Any, Any]:
@@ -78,10 +69,6 @@ def unroll(
             (``67108864``), a size (``"64MiB"``), or a fraction of ordinary backpropagation's memory
             (``0.05``, ``"5%"``). None: ordinary backpropagation.
         schedule: the schedule to follow, instead of a budget.
-        backward: ``"scan"``: a parallel scan over the cell's Jacobians, which take n + 2 passes
-            through the cell for a state of n numbers a sample (W20;
-            :mod:`retrograde.scan.any_cell`). The first dimension of every tensor must be a batch of
-            independent samples. The gradients then differ from ordinary autograd's by rounding.
         stateful: modules that keep a state in themselves: tensors that a step assigns to their
             attributes or buffers, and numbers that it counts. These belong to the state, and the
             last ones are left there, as the plain loop leaves them. Without ``state`` the cell is
@@ -90,7 +77,7 @@ def unroll(
             small cell then runs in about half the time of the plain loop, at any budget. The first
             call takes some ten seconds more and needs a C++ compiler, and results differ from the
             plain loop's by rounding. The cell must not draw random numbers or change anything. It
-            cannot be combined with ``schedule``, ``backward`` and ``stateful``.
+            cannot be combined with ``schedule`` and ``stateful``.
 
     Returns:
         The outputs, stacked along a new first dimension (T, …), and the state after the last step.
@@ -116,19 +103,15 @@ def unroll(
     if memory is not None:
         parse_memory(memory)
     refuse_both(memory, schedule)
-    if backward is not None:
-        _check_scan(backward, memory, schedule)
     if compile:
-        refuse_compiled(schedule=schedule, backward=backward, stateful=stateful or None)
+        refuse_compiled(schedule=schedule, stateful=stateful or None)
     if stateful:
         held = Stateful.of(cell, stateful, inputs, state)
-        outputs, last = unroll(
-            held, inputs, held.first(state), memory=memory, schedule=schedule, backward=backward
-        )
+        outputs, last = unroll(held, inputs, held.first(state), memory=memory, schedule=schedule)
         return outputs, held.leave(last)
     leaves, input_spec = flatten_inputs(inputs)
     layout = Straight(check_length(leaves), fused=False)
-    call = CellCall(leaves, input_spec, layout, memory, schedule, backward, compile)
+    call = CellCall(leaves, input_spec, layout, memory, schedule, compile)
     outputs, spec, last = call.run(cell, state)
     return spec.unflatten(outputs), last
 
@@ -143,7 +126,6 @@ class CellCall:
     layout: Layout
     memory: Memory | None
     schedule: Schedule | None
-    backward: Literal["scan"] | None = None
     compile: bool = False
 
     @property
@@ -163,7 +145,7 @@ class CellCall:
     @property
     def asked(self) -> list[str]:
         """The options beyond ordinary backpropagation."""
-        return [n for n in ("memory", "schedule", "backward") if getattr(self, n) is not None]
+        return [n for n in ("memory", "schedule") if getattr(self, n) is not None]
 
     def run(self, cell: Cell, state: Any) -> tuple[Tensors, Structure, Any]:
         """Return the outputs of all steps, the structure of one step's, and the last state."""
@@ -278,8 +260,6 @@ class CellCall:
         wanted = any(t.requires_grad for t in (*self.tensors, *states, *core.parameters))
         if not (wanted and torch.is_grad_enabled()):
             return run_without_gradient(core, self.read, states, self.calls)
-        if self.backward is not None:
-            return _scanned(core, self.tensors, states)
         schedule = self.schedule
         if self.memory is not None:
             found, settled = self.fit(core, states)
@@ -289,8 +269,7 @@ class CellCall:
             return run_schedule(core, schedule, self.tensors, states, self.calls)
         if isinstance(self.layout, Straight):
             return run_ordinary(core, self.tensors, states)
-        outputs, after = run_ordinary(core, self.steps[slice(0, len(self.steps))], states)
-        return self.layout.joined(outputs), after
+        return run_ordinary(core, self.steps[slice(0, len(self.steps))], states)
 
     def _recorded_plainly(
         self, core: StepCore, first: Tensors, state: Tensors
@@ -300,7 +279,7 @@ class CellCall:
         for k in range(1, len(self.steps)):
             outputs, state = core(self.steps[k], state)
             found.append(outputs)
-        return self.layout.joined([torch.stack(ys) for ys in zip(*found, strict=True)]), state
+        return [torch.stack(ys) for ys in zip(*found, strict=True)], state
 
     def _plainly(self, cell: Cell, state: Any) -> tuple[Tensors, Structure, Any]:
         """Run the plain loop, through which every transform of torch.func can go."""
@@ -309,56 +288,7 @@ class CellCall:
             y, state = as_pair(cell(self.spec.unflatten(leaves), state))
             outputs.append(flatten(y, "output of the cell"))
         stacked = [torch.stack(ys) for ys in zip(*(ys for ys, _ in outputs), strict=True)]
-        return self.layout.joined(stacked), outputs[0][1], state
-
-
-def _check_scan(backward: Any, memory: Memory | None, schedule: Schedule | None) -> None:
-    if backward != "scan":
-        raise CellError(
-            f"unknown backward={backward!r}: expected 'scan', or None for ordinary backpropagation"
-        )
-    if memory is not None or schedule is not None:
-        raise CellError(
-            "got backward='scan' together with memory= or schedule=: the scan of any cell keeps "
-            "all its states; leave one out, or use rg.RNN, rg.GRU or rg.LSTM, which take both"
-        )
-
-
-def _scanned(core: StepCore, leaves: Tensors, states: Tensors) -> tuple[Tensors, Tensors]:
-    """Run a cell by the scan, after a check that it has a Jacobian for each sample."""
-    besides = [one for one in map(besides_forward, core.found.parts()) if one and "back" in one]
-    if core.ambient.moves or besides:
-        does = f"has {besides[0]}" if besides else "changes its buffers or attributes"
-        does = "draws random numbers" if core.ambient.draws else does
-        raise CellError(
-            f"the cell {does}: expected one whose steps can be run all at once; use backward=None"
-        )
-    if core.targets is not core.parameters:
-        raise CellError(
-            "the cell captures tensors that were computed from one another, or from a parameter "
-            "that it uses too: expected none of them under backward='scan'; pass them as part of "
-            "the inputs, or use backward=None"
-        )
-    if core.first_spec is not None:
-        raise CellError(
-            "step 0 settles the structure of the state: expected an initial state of tensors under "
-            "backward='scan'; pass one, or use backward=None"
-        )
-    samples = {s.shape[0] if s.dim() else None for s in states}
-    samples |= {x.shape[1] if x.dim() > 1 else None for x in leaves}
-    if len(samples) > 1 or None in samples or not all(s.is_floating_point() for s in states):
-        raise CellError(
-            "the cell has no Jacobian for each sample: expected inputs (T, B, …) and a real state "
-            f"(B, …), got {[tuple(x.shape) for x in leaves]} and "
-            f"{[tuple(s.shape) for s in states]}; use backward=None"
-        )
-
-    def step(inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
-        y, after = core.cell(core.input_spec.unflatten(inputs), core.state_spec.unflatten(state))
-        return flatten(y, "output of the cell")[0], flatten_state(after)[0]
-
-    chunk = max(1, round(math.sqrt(len(leaves[0]) / 2)))
-    return run_cell(step, core.parameters, leaves, states, chunk)
+        return stacked, outputs[0][1], state
 
 
 def refuse_compiled(**options: object) -> None:

@@ -14,8 +14,7 @@ a part of the state:
                s_g = i (1 − g²);  s_o = tanh(c) o (1 − o)
 
 With a = s_i U_i + s_f U_f + s_g U_g, the LSTM's Jacobian is the product of two sparse factors,
-``[[I, e], [0, I]]`` and ``[[s_o U_o, 0], [a, f]]``. Only :func:`jacobians` forms the dense matrix,
-for inspection.
+``[[I, e], [0, I]]`` and ``[[s_o U_o, 0], [a, f]]``. The dense matrix is never formed.
 
 Slopes are functions of the states, so one matrix product computes them for many steps at once. A
 backward pass therefore keeps only the hidden states, and an LSTM's c between blocks of steps. The
@@ -338,28 +337,3 @@ def _joined(before: Tensor, kept: Tensor | None, rows: Tensor) -> Tensor:
     if kept is None:
         return before
     return before.add_(kept) if before.shape == rows.shape else torch.cat([before, kept], -1)
-
-
-def jacobians(steps: Slopes, hidden: Tensor) -> Tensor:
-    """Return the dense transposed Jacobians (∂s_t/∂s_{t−1})ᵀ (L, B, n, n).
-
-    These are the elements of W20's scan. The gradient that they multiply is a column. n is H, or
-    2 H for (h, c).
-    """
-    weights = hidden.unflatten(0, (-1, hidden.shape[1]))
-    parts = steps.gates.unsqueeze(-1) * weights
-    keep = steps.keep
-    if parts.shape[-3] < 4:
-        forward: Tensor = parts.sum(-3)
-        if keep is not None:
-            forward = forward + keep.diag_embed()
-        return forward.mT
-    assert keep is not None
-    assert steps.inner is not None
-    f, e = keep.diag_embed(), steps.inner.diag_embed()
-    h_from_h, h_from_c = parts[..., 3, :, :], torch.zeros_like(f)
-    c_from_h = parts[..., :3, :, :].sum(-3)
-    second = torch.cat([torch.cat([h_from_h, h_from_c], -1), torch.cat([c_from_h, f], -1)], -2)
-    eye = torch.eye(f.shape[-1], dtype=f.dtype, device=f.device).expand_as(f)
-    first = torch.cat([torch.cat([eye, e], -1), torch.cat([h_from_c, eye], -1)], -2)
-    return (first @ second).mT

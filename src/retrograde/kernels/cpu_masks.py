@@ -1,9 +1,5 @@
-"""Masks of dropout on a CPU: by a hash, for :mod:`retrograde.recurrent.dropout`, and as torch does.
+"""Masks of dropout on a CPU: by a hash, for :mod:`retrograde.recurrent.dropout`, and as bits."""
 
-Reference of torch's generator: Matsumoto and Nishimura, "Mersenne Twister", 1998.
-"""
-
-from math import ceil
 from typing import Any
 
 import numpy as np
@@ -19,10 +15,7 @@ _GAMMA, _MIX_1, _MIX_2 = (
 )
 _SPREAD, _SHORT_1, _SHORT_2 = (np.uint32(v) for v in (0x9E3779B9, 0x7FEB352D, 0x846CA68B))
 _ROW_WORK = 2**16  # the numbers for which one more thread pays
-_LENGTH = 624  # words of torch's generator
-_ONE, _FAR, _FIRST, _LAST = (np.uint64(n) for n in (1, 397, 227, 623))  # without a sign: faster
 _CHUNK = 8192  # numbers at a time, so that NumPy takes little memory
-_Words = NDArray[np.uint32]
 
 
 def drop(x: Tensor, seed: int, p: float, start: int, sample: int = 0) -> Tensor:
@@ -74,37 +67,6 @@ def _drop(
             left[j] = given[j] / keep if (v ^ np.uint32(0x80000000)) >= limit else zero
 
 
-def fill_as_torch(target: Tensor, p: float, generator: torch.Generator) -> bool:
-    """Do as ``target.bernoulli_(p)`` does, several times as fast.
-
-    Return whether nobody else drew meanwhile. If somebody did, the generator stays as it is then,
-    and the target holds nothing of use.
-
-    torch takes two words of 32 bits for a number below one of 53 bits, and compares it with p. A
-    generator's state has the words that are left, the next one's place, and 624 words. Blocks of
-    624 words are computed by vectors.
-    """
-    before = generator.get_state()
-    after = before.clone()
-    data = after.numpy()
-    left, at, held = data[8:12].view(np.int32), data[16:24].view(np.int64), data[24 : 24 + 8 * 624]
-    state = held.view(np.uint64).astype(np.uint32)
-    place = int(at[0]) if left[0] > 1 else _LENGTH
-    flat, one = _whole_numbers(target), _whole_numbers(target.new_ones(1))
-    below, mask = np.uint64(ceil(p * 2.0**53)), np.empty(_CHUNK, np.uint8)
-    words = np.empty(2 * _CHUNK, np.uint32)
-    for start in range(0, len(flat), _CHUNK):
-        some = flat[start : start + _CHUNK]
-        place = _draw(state, place, below, words, mask[: len(some)])
-        np.multiply(mask[: len(some)], one, out=some)
-    held.view(np.uint64)[:] = state
-    left[0], at[0] = _LENGTH + 1 - place, place
-    if not torch.equal(generator.get_state(), before):
-        return False
-    generator.set_state(after)
-    return True
-
-
 def packed(zeros_and_ones: Tensor) -> Tensor:
     """Return a tensor of zeros and other numbers on a CPU as bits, in a tensor of bytes."""
     flat = _whole_numbers(zeros_and_ones.detach().contiguous())
@@ -128,38 +90,3 @@ def _whole_numbers(t: Tensor) -> Any:
     """Return a contiguous tensor's numbers as whole numbers of NumPy's that have their bits."""
     kind = (torch.uint8, torch.int16, torch.int32, torch.int64)[t.itemsize.bit_length() - 1]
     return t.view(-1).view(kind).numpy()
-
-
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _next_word(one: np.uint32, next: np.uint32, far: np.uint32) -> np.uint32:
-    """Return the word that takes the place of ``one``."""
-    both = np.uint32((one & np.uint32(0x80000000)) | (next & np.uint32(0x7FFFFFFF)))
-    odd = np.uint32(-np.int32(both & np.uint32(1)))
-    return np.uint32(far ^ np.uint32(both >> np.uint32(1)) ^ (odd & np.uint32(0x9908B0DF)))
-
-
-@njit(cache=True, nogil=True)  # type: ignore[untyped-decorator]
-def _draw(state: _Words, at: int, below: np.uint64, words: _Words, out: NDArray[np.uint8]) -> int:
-    """Draw zeros and ones, from word ``at`` of the state on. Return the place of the next word."""
-    done, count = 0, 2 * len(out)
-    while done < count:
-        if at == _LENGTH:  # the next block
-            for k in range(_FIRST):
-                state[k] = _next_word(state[k], state[k + _ONE], state[k + _FAR])
-            for k in range(_FIRST, _LAST):
-                state[k] = _next_word(state[k], state[k + _ONE], state[k - _FIRST])
-            state[_LAST] = _next_word(state[_LAST], state[0], state[_LAST - _FIRST])
-            at = 0
-        some = min(count - done, _LENGTH - at)
-        begin, place = np.uint64(at), np.uint64(done)
-        for k in range(np.uint64(some)):
-            y = state[begin + k]
-            y = np.uint32(y ^ np.uint32(y >> np.uint32(11)))
-            y = np.uint32(y ^ (np.uint32(y << np.uint32(7)) & np.uint32(0x9D2C5680)))
-            y = np.uint32(y ^ (np.uint32(y << np.uint32(15)) & np.uint32(0xEFC60000)))
-            words[place + k] = np.uint32(y ^ np.uint32(y >> np.uint32(18)))
-        at, done = at + some, done + some
-    for k in range(np.uint64(len(out))):
-        high = np.uint64(words[k + k] & np.uint32(0x1FFFFF)) << np.uint64(32)
-        out[k] = (high | np.uint64(words[k + k + _ONE])) < below
-    return at

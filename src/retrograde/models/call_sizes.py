@@ -111,8 +111,7 @@ class Known:
     def is_ordinary(self, plan: tuple[Part, ...]) -> bool:
         """Return whether a plan is what runs without a budget, which fills autocast's cache."""
         casts = torch.is_autocast_enabled(self.units[0].ambient.device.type)
-        ours = casts or any(one.draws_fast for one in self.units)
-        return plan == kept_whole(self.sizes) and not ours
+        return plan == kept_whole(self.sizes) and not casts
 
     def plan(self, memory: int) -> tuple[Part, ...]:
         """Return the fastest plan within a budget.

@@ -90,7 +90,7 @@ def fit(
             state = cell.first(state)
         leaves, spec = flatten_inputs(inputs)
         layout = Straight(check_length(leaves), fused=False)
-        call = CellCall(leaves, spec, layout, memory, None, compile=compile)
+        call = CellCall(leaves, spec, layout, memory, None, compile)
     with torch.enable_grad():
         found, core, read, later = call.planned(cell, state)
         times = time_steps(core, read, later, _REPEATS)

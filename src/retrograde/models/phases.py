@@ -80,7 +80,7 @@ class Phases:
 
     def advance(self) -> None:
         args, kwargs, _ = self._arguments()
-        with unsaved(), self.unit.drawing():
+        with unsaved():
             self.result = [t.detach() for t in tensors_in(self.unit.forward(*args, **kwargs))]
         every = self.state, tensors_in(self.result), tensors_in((args, kwargs))
         state, result, given = map(_memory, every)

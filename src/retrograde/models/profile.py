@@ -11,30 +11,23 @@ since a schedule records and backpropagates every step once, whatever else it ru
 
 Known limits: seconds are those of short ranges, whose memory is mapped and whose data are in the
 caches. On CPUs ordinary backpropagation through a long sequence takes longer, since the system maps
-its memory again at every call. Several layers with two directions each are not one recurrence.
+its memory again at every call.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, SupportsIndex, cast, overload
+from typing import Any, SupportsIndex, overload
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
 from retrograde.cells.cell import Cell, examine, later_state
 from retrograde.errors import CellError
 from retrograde.models.chain_plans import measure_network
-from retrograde.models.replace_modules import twin
-from retrograde.plan import least_memory
 from retrograde.plan.arguments import integer
 from retrograde.plan.fit import Fit, Footprint, fit
-from retrograde.recurrent.base import BudgetedRNN
-from retrograde.recurrent.call import Call
-from retrograde.recurrent.fused import Fused, run_held
-from retrograde.recurrent.scheduled import fit_held, measure_ranges
 from retrograde.replay.switches import autocast_as_now
 from retrograde.replay.trees import flatten, flatten_state
-from retrograde.run.layout import Rows, Straight, check_length
+from retrograde.run.layout import Straight, check_length
 from retrograde.schedule import Chain
 from retrograde.schedule.actions import Verb
 from retrograde.sizes.footprint import footprint
@@ -43,25 +36,6 @@ from retrograde.units import Memory, aligned, format_bytes
 
 # A cell's one input is repeated over as many steps as ordinary backpropagation is measured on.
 _LENGTH = 256
-# Budgets that recompute more than this, or take long to plan, are not listed.
-_MOST_RUNS = 64
-_MOST_STEPS = 100_000
-
-
-@dataclass(frozen=True)
-class Costs:
-    """The cost of a core's steps: ``sizes`` in bytes, ``times`` in seconds. ``call`` is one of held
-    layers, whose states are their outputs; they have a plan of their own."""
-
-    sizes: Footprint
-    times: RangeTimes
-    call: Call | None = None
-
-    def fit(self, steps: int, memory: Memory) -> Fit:
-        """Return the plan for a sequence of any length."""
-        if self.call is None:
-            return fit(steps, memory, self.sizes)
-        return cast(Fit, fit_held(self.call.of_length(steps), memory).fit)
 
 
 def iteration_seconds(found: Fit, times: RangeTimes) -> float:
@@ -76,58 +50,8 @@ def iteration_seconds(found: Fit, times: RangeTimes) -> float:
 
 
 @dataclass(frozen=True)
-class Offer(Fit):
-    """The effect of one budget on a sequence: a fit, with predicted seconds."""
-
-    seconds: float = 0.0
-
-    @property
-    def length(self) -> int:
-        """Steps of the sequence."""
-        return self.schedule.length
-
-
-@dataclass(frozen=True)
-class Offers:
-    """The trade-off curve in bytes and seconds; ``print`` shows it as a table.
-
-    Attributes:
-        offers: from the least budget to ordinary backpropagation's.
-        minimum_bytes: the least budget of all. Where that would run steps very often, the offers
-            begin above it.
-    """
-
-    offers: tuple[Offer, ...]
-    minimum_bytes: int
-
-    def __iter__(self) -> Iterator[Offer]:
-        return iter(self.offers)
-
-    def __len__(self) -> int:
-        return len(self.offers)
-
-    def __str__(self) -> str:
-        last = self.offers[-1]
-        rows = [("budget", "of ordinary", "forward steps", "seconds", "× ordinary")]
-        for offer in self.offers:
-            rows.append(
-                (
-                    format_bytes(offer.budget_bytes),
-                    f"{offer.budget_bytes / offer.ordinary_bytes:.2%}",
-                    f"{offer.forward_steps / offer.length:.3g}×",
-                    f"{offer.seconds:.3g}",
-                    f"{offer.seconds / last.seconds:.2f}",
-                )
-            )
-        told = f"What a budget buys, {last.length:,} steps\n{aligned(rows, left=())}"
-        if self.minimum_bytes < self.offers[0].budget_bytes:
-            told += f"\nthe least budget of all is {format_bytes(self.minimum_bytes)}"
-        return told
-
-
-@dataclass(frozen=True)
 class Profile:
-    """The cost of one step of a cell or a recurrent module; ``print`` shows it as a table.
+    """The cost of one step of a cell; ``print`` shows it as a table.
 
     Attributes:
         state_bytes: a hidden state, with the random state and the buffers that a rerun needs.
@@ -138,9 +62,7 @@ class Profile:
         backward_seconds: backpropagating it.
         parameters: the number of tensors besides inputs and state that receive a gradient.
         draws: whether the step draws random numbers.
-        costs: the bytes and seconds of ranges of steps.
-        call_seconds: the cost of a module's kernel call, its steps aside; 0 for a cell.
-        length: the length for the trade-off that ``print`` shows; None for none.
+        sizes, times: the bytes and seconds of ranges of steps.
     """
 
     state_bytes: int
@@ -151,9 +73,8 @@ class Profile:
     backward_seconds: float
     parameters: int
     draws: bool
-    costs: Costs = field(repr=False)
-    call_seconds: float = 0.0
-    length: int | None = None
+    sizes: Footprint = field(repr=False)
+    times: RangeTimes = field(repr=False)
 
     @property
     def beta(self) -> int:
@@ -165,16 +86,16 @@ class Profile:
         """The same with its input hidden state (α)."""
         return self.beta + 1
 
-    def buys(self, memory: Memory, length: SupportsIndex | None = None) -> Offer:
+    def buys(self, memory: Memory, length: SupportsIndex) -> Fit:
         """Return the effect of a budget for a sequence.
 
         Args:
             memory: bytes, a size (``"64MiB"``), or a fraction of ordinary backpropagation's memory
                 (``0.05``, ``"5%"``).
-            length: steps; by default those of the profiled sequence.
+            length: steps of the sequence, which need not exist.
 
         Returns:
-            An :class:`Offer`.
+            A :class:`~retrograde.plan.fit.Fit`, with predicted seconds.
 
         Raises:
             BudgetError: the budget is too small; the message names the least.
@@ -183,53 +104,13 @@ class Profile:
 
         Example:
             >>> import torch
-            >>> p = profile(torch.nn.LSTM(8, 8), torch.randn(50, 4, 8))
-            >>> offer = p.buys("20%", 1000)
-            >>> offer.peak_bytes <= offer.budget_bytes == offer.ordinary_bytes // 5
+            >>> p = profile(lambda x, h: (h, torch.tanh(x + h)), *torch.randn(2, 4, 8))
+            >>> found = p.buys("20%", 1000)
+            >>> found.peak_bytes <= found.budget_bytes == found.ordinary_bytes // 5
             True
         """
-        found = self.costs.fit(self._steps(length), memory)
-        return Offer(**{**vars(found), "seconds": iteration_seconds(found, self.costs.times)})
-
-    def trade_off(self, length: SupportsIndex | None = None, points: int = 12) -> Offers:
-        """Return the trade-off curve, in bytes and predicted seconds.
-
-        Args:
-            length: steps; by default those of the profiled sequence.
-            points: the number of budgets, at equal ratios from the least to ordinary
-                backpropagation's.
-
-        Returns:
-            :class:`Offers`; ``print`` shows them as a table.
-
-        Raises:
-            ScheduleError: the length is not a positive integer.
-
-        Example:
-            >>> import torch
-            >>> p = profile(torch.nn.LSTM(8, 8), torch.randn(50, 4, 8))
-            >>> offers = p.trade_off(1000)
-            >>> least, *_, most = offers
-            >>> least.forward_steps > most.forward_steps == 1000
-            True
-        """
-        steps = self._steps(length)
-        most = self.costs.fit(steps, 1.0)
-        ordinary, least = most.ordinary_bytes, min(most.minimum_bytes, most.peak_bytes)
-        allowed = max(4 * steps, min(_MOST_RUNS * steps, _MOST_STEPS))
-        states = least_memory(steps, allowed) if steps > 1 else 1
-        first = min(ordinary, least + (states - 1) * self.state_bytes)
-        count = max(2, integer("points", points))
-        ratio = (ordinary / first) ** (1 / (count - 1))
-        budgets = {first, ordinary, *(round(first * ratio**i) for i in range(1, count - 1))}
-        return Offers(tuple(self.buys(size, steps) for size in sorted(budgets)), least)
-
-    def _steps(self, length: SupportsIndex | None) -> int:
-        if length is None and self.length is None:
-            raise CellError(
-                "one step was profiled: expected the length of a sequence, such as trade_off(1000)"
-            )
-        return integer("length", self.length if length is None else length)
+        found = fit(integer("length", length), memory, self.sizes)
+        return replace(found, seconds=iteration_seconds(found, self.times))
 
     def __str__(self) -> str:
         rows = [
@@ -241,10 +122,7 @@ class Profile:
             ("recording step", _microseconds(self.record_seconds)),
             ("backward step", _microseconds(self.backward_seconds)),
         ]
-        if self.costs.sizes.call_steps:  # a module
-            rows.append(("kernel call", _microseconds(self.call_seconds)))
-        table = aligned(rows)
-        return table if self.length is None else f"{table}\n\n{self.trade_off()}"
+        return aligned(rows)
 
 
 def _microseconds(seconds: float) -> str:
@@ -257,49 +135,31 @@ def profile(cell: nn.Sequential, x: Any, *, repeats: int = 9) -> Chain: ...
 
 
 @overload
-def profile(
-    cell: Cell | nn.RNNBase,
-    x: Any,
-    state: Any = None,
-    *,
-    length: SupportsIndex | None = None,
-    repeats: int = 9,
-) -> Profile: ...
+def profile(cell: Cell, x: Any, state: Any = None, *, repeats: int = 9) -> Profile: ...
 
 
 def profile(
-    cell: Cell | nn.RNNBase | nn.Sequential,
-    x: Any,
-    state: Any = None,
-    *,
-    length: SupportsIndex | None = None,
-    repeats: int = 9,
+    cell: Cell | nn.Sequential, x: Any, state: Any = None, *, repeats: int = 9
 ) -> Profile | Chain:
-    """Measure a step of a cell or of a recurrent module, to predict the effect of each budget.
+    """Measure a step of a cell, to predict the effect of each budget.
 
     For a ``Sequential`` every layer is measured, and the result is a chain that
     :func:`retrograde.plan` plans.
 
     Args:
-        cell: ``cell(x_t, state) -> (y_t, state)``; or an LSTM, a GRU or an RNN, of torch's or of
-            this library, with one layer if it has two directions. Or a ``Sequential``.
+        cell: ``cell(x_t, state) -> (y_t, state)``, or a ``Sequential``.
         x: the input. For a ``Sequential``, that of a call; for a cell, that of one step, a pytree
-            of tensors. For a recurrent module, its whole input, (T, B, I), (B, T, I) with
-            ``batch_first``, or (T, I).
-        state: the hidden state, a pytree of tensors; for a recurrent module torch's, or None for
-            zeros; none for a ``Sequential``.
-        length: steps of the sequence whose trade-off ``print`` shows; T by default for a module,
-            no trade-off for a cell.
+            of tensors.
+        state: the hidden state, a pytree of tensors; none for a ``Sequential``.
         repeats: how often each part is timed; results are medians.
 
     Returns:
-        A :class:`Profile`; ``print`` shows it as a table, and :meth:`Profile.trade_off` predicts
-        the effect of each budget for a sequence of any length. For a ``Sequential``, a
+        A :class:`Profile`; ``print`` shows it as a table, and :meth:`Profile.buys` predicts the
+        effect of a budget for a sequence of any length. For a ``Sequential``, a
         :class:`~retrograde.schedule.chain.Chain`.
 
     Raises:
-        CellError: the cell cannot be run exactly, or the module is not one recurrence.
-        ScheduleError: the length is not a positive integer.
+        CellError: the cell cannot be run exactly, or is a recurrent module, which has a ``fit``.
 
     Example:
         >>> import torch
@@ -310,76 +170,40 @@ def profile(
         >>> p = profile(step, torch.zeros(4, 8), torch.zeros(4, 16))
         >>> p.state_bytes, p.alpha > 2
         (256, True)
-        >>> offers = p.trade_off(100)
-        >>> [offer.forward_steps for offer in offers][-1]
+        >>> p.buys("100%", 100).forward_steps
         100
         >>> net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
         >>> profile(net, torch.zeros(4, 8)).output_bytes
         (256, 256, 32)
     """
     if isinstance(cell, nn.Sequential):
-        if state is not None or length is not None:
-            raise CellError(
-                "a Sequential has neither a state nor steps: expected profile(net, sample)"
-            )
+        if state is not None:
+            raise CellError("a Sequential has no state: expected profile(net, sample)")
         return measure_network(cell, x, repeats)
-    one_step: Any = cell
-    steps = None if length is None else integer("length", length)
     if isinstance(cell, nn.RNNBase):
-        return _of_module(cell, x, state, steps, repeats)
+        raise CellError(
+            f"profile measures one step of a cell, and a {type(cell).__name__} has none: expected "
+            "a cell or a Sequential; ask rg.fit(module, input, memory=)"
+        )
     leaves, input_spec = flatten(x, "inputs")
     states, state_spec = flatten_state(state)
     check_length([t.unsqueeze(0) for t in leaves])
     with autocast_as_now(leaves[0].device):
-        core = examine(one_step, leaves, input_spec, states, state_spec)
+        core = examine(cell, leaves, input_spec, states, state_spec)
     repeated = [t.unsqueeze(0).expand(_LENGTH, *t.shape) for t in leaves]
     inputs = Straight(_LENGTH, fused=False).read(repeated)
     later = later_state(core, inputs, states)
     sizes = footprint(core, inputs, later, first=states)
-    costs = Costs(sizes, time_steps(core, inputs, later, repeats))
-    return _described(costs, costs.sizes.held(1), len(core.parameters), core.ambient.draws, steps)
-
-
-def _of_module(
-    module: nn.RNNBase, input: Any, hx: Any, length: int | None, repeats: int
-) -> Profile:
-    """Profile a module on its own kernels, where a range of steps is one call."""
-    if not isinstance(input, Tensor):
-        raise CellError(
-            f"the input of a {type(module).__name__} is a {type(input).__name__}: expected a "
-            "tensor (T, B, I); for packed sequences, pad them"
-        )
-    call = cast(BudgetedRNN, twin(module))._call_of(input, hx)
-    if call.bidirectional:
-        raise CellError(
-            f"profile does not run a {type(module).__name__} with bidirectional=True: expected one "
-            "direction; module.fit(input) shows the effect of its memory"
-        )
-    found = measure_ranges(call, None)
-    sizes = replace(found.size, ordinary=found.ordinary.full)
-    core, inputs, held = found.core, found.inputs, call if call.runs_held else None
-    if held is not None:
-        core, inputs = Fused(core.net, run_held), Rows(call.length).read([call.x])
-    costs = Costs(sizes, time_steps(core, inputs, found.state, repeats), held)
-    *_, (a, low), (b, high) = ((0, 0), *sizes.held.points)
-    wanted = sum(p.requires_grad for p in module.parameters())
-    return _described(costs, -(-(high - low) // (b - a)), wanted, False, length or call.length)
-
-
-def _described(
-    costs: Costs, internal: int, parameters: int, draws: bool, length: int | None
-) -> Profile:
-    times = costs.times
+    times = time_steps(core, inputs, later, repeats)
     return Profile(
-        state_bytes=costs.sizes.state_bytes,
-        internal_bytes=internal,
-        core_bytes=costs.sizes.core_bytes(1),
+        state_bytes=sizes.state_bytes,
+        internal_bytes=sizes.held(1),
+        core_bytes=sizes.core_bytes(1),
         forward_seconds=times.forward.step_seconds,
         record_seconds=times.record.step_seconds,
         backward_seconds=times.backward.step_seconds,
-        parameters=parameters,
-        draws=draws,
-        costs=costs,
-        call_seconds=times.forward.call_seconds,
-        length=length,
+        parameters=len(core.parameters),
+        draws=core.ambient.draws,
+        sizes=sizes,
+        times=times,
     )

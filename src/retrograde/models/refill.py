@@ -26,7 +26,6 @@ from retrograde.errors import CellError, RetrogradeError
 from retrograde.models import recipes
 from retrograde.models.arguments import Arguments
 from retrograde.models.checks import Compared, Noted, Reruns
-from retrograde.models.draws import Draws
 from retrograde.models.given import Given, tensors_in
 from retrograde.models.lean import lean as lean_pass
 from retrograde.models.tape import LeanTape
@@ -48,7 +47,6 @@ State = Sequence[Tensor | None]  # what a call made that the next one is given
 #: and it is lean, cheap values are let go.
 KEPT, LEAN, DROPPED, DROPPED_LEAN = range(4)
 _numbers = count()
-_MANY = 2**16  # numbers of masks that take longer to draw than to look at each function
 _SECOND = (
     "layer {} runs twice in one autocast context, in which ordinary backpropagation casts a weight "
     "once, and adds its gradients in the type of the cast: expected a context for each pass; enter "
@@ -69,7 +67,6 @@ class Unit:
         forward: runs it.
         ambient: the surroundings that it depends on, as a trial found them.
         reads: the parameters and buffers that it reads and does not change.
-        drawn: the numbers of large masks that a call draws on a CPU.
         shares_casts: whether one weight's cast by autocast has several readers in a call.
         reruns: what its reruns have shown.
     """
@@ -78,18 +75,8 @@ class Unit:
     forward: Callable[..., Any]
     ambient: Ambient
     reads: Sequence[Tensor]
-    drawn: int = 0
     shares_casts: bool = False
     reruns: Reruns = field(default_factory=Reruns)
-
-    @property
-    def draws_fast(self) -> bool:
-        """Whether it gains if its masks are drawn fast."""
-        return self.drawn >= _MANY
-
-    def drawing(self) -> Any:
-        """Return the context of its calls, in which masks are drawn fast."""
-        return Draws() if self.draws_fast else nullcontext()
 
 
 class Saved:
@@ -144,7 +131,7 @@ class Dropped:
         """Run the call, or a part of it, for the first time, in the caller's graph."""
         ours = {id(leaf) for leaf in given.leaves if isinstance(leaf, Tensor)}
         hooks = saved_tensors_hooks(partial(self._drop, ours), recipes.unpack)  # type: ignore[arg-type]
-        with hooks, self.unit.drawing():
+        with hooks:
             result = forward(*given.args, **given.kwargs)
         self.noted.settle()
         if any(one.is_overwritten() for one in self.given.each):
@@ -190,7 +177,7 @@ class Dropped:
                 "operation between the forward pass and the backward pass, which recomputes with "
                 "it: expected it to stay as it was; call backward() before optimizer.step()"
             )
-        with self.unit.ambient.rerun(self.marks), self.unit.drawing():
+        with self.unit.ambient.rerun(self.marks):
             self.unit.ambient.restore(self.then)
             yield
 
@@ -353,7 +340,7 @@ class Row:
         if once:
             self._refuse_second(unit)
         if way in (KEPT, LEAN):
-            with casts, lean_pass() if way == LEAN else unit.drawing():
+            with casts, lean_pass() if way == LEAN else nullcontext():
                 result = forward(*given.args, **given.kwargs)
             self._waits(result if once else ())
             return result, None

@@ -329,7 +329,7 @@ class CalledRow:
                 self._measure(now.kind, at, given, made if at else None)
             except Exception:  # it may not take what a later one is given
                 return False
-            unit = replace(now.kind.units[at], forward=_same, reads=(), drawn=0)
+            unit = replace(now.kind.units[at], forward=_same, reads=())
             _, now.last = now.calls.run(at, unit, _same, same, made, now.last)
         now.next = number
         return True

@@ -12,7 +12,6 @@
 
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -24,7 +23,6 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from retrograde.models.cheap import Operation
-from retrograde.models.draws import DRAWING, Draws
 from retrograde.models.recipes import (
     CHANGED,
     KNOWN,
@@ -63,7 +61,6 @@ class LeanTape(TorchFunctionMode):
         self._pending: list[Box] = []  # let go, and perhaps not released yet
         self._credit = 0  # bytes that were let go, and are released
         self._task = task  # the backward pass in which it saves, or -1
-        self._draws = Draws()
         self._is_changing = False  # a function runs that changes its first argument in place
 
     def __torch_function__(
@@ -81,8 +78,6 @@ class LeanTape(TorchFunctionMode):
         if rule is None:
             return func(*args, **kwargs)
         changes, shares, note = rule
-        if func in DRAWING:
-            func = partial(self._draws.call, func)
         first = kwargs.get("out", args[0] if args else kwargs.get("input"))
         if not isinstance(first, Tensor):
             result = func(*args, **kwargs)
@@ -103,8 +98,9 @@ class LeanTape(TorchFunctionMode):
         self._is_changing = False
         if first._version != before:
             self._changed(first, _autograd._get_sequence_nr() > newest)
-        if note is not None and isinstance(result, Tensor):
-            node: Any = result.grad_fn
+        made = result[0] if type(result) is tuple and result else result  # attention's has weights
+        if note is not None and isinstance(made, Tensor):
+            node: Any = made.grad_fn
             if node is not None and node._sequence_nr() >= newest:  # else this call made none
                 note(self, node, args, kwargs)
         return result
@@ -311,7 +307,7 @@ def _note_noise_of(*argument: Any) -> Callable[..., None]:
 
     def note(tape: LeanTape, node: Any, args: Any, kwargs: Any) -> None:
         while node is not None and node.name() in _TO_NOISE:
-            node = node.next_functions[0][0]
+            node = node.next_functions[node.name() == "AddmmBackward0"][0]  # 0 is the bias
         if node is not None and node.name() == "MulBackward0":
             tape.note_noise(node, _argument(args, kwargs, *argument))
 
@@ -341,8 +337,12 @@ def _noise(mask: Tensor, one: Tensor, shape: torch.Size) -> Tensor:
 _NOISE = Operation("Dropout", _noise, 1)
 _NOISES = set[tuple[float, torch.dtype]]()  # whose noise was seen to have two values
 #: From the result of attention to its dropped weights.
-_TO_NOISE = {f"{name}Backward0" for name in ("ToCopy", "UnsafeView", "View", "Bmm", "Mm", "Expand")}
-_TO_NOISE.add("SqueezeBackward1")
+_TO_NOISE = {
+    f"{name}Backward0" for name in (
+        "ToCopy", "UnsafeView", "View", "Bmm", "Mm", "Addmm", "Expand", "Permute", "Transpose",
+        "Clone",
+    )
+} | {"SqueezeBackward1"}  # fmt: skip
 _CHANGING = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow")} | {"__setitem__"}
 # What shares memory unseen; ``.data`` has versions of its own too.
 _SHARING = {torch.detach: "detach", Tensor.detach: "detach"}
@@ -352,6 +352,7 @@ _NOTES: dict[Any, Callable[..., None]] = {
     functional.batch_norm: _note_of(bias=(4, None)),
     torch.batch_norm: _note_of(bias=(2, None)),
     functional.scaled_dot_product_attention: _note_noise_of(4, "dropout_p", 0.0),
+    functional.multi_head_attention_forward: _note_noise_of(10, "dropout_p", 0.0),
 }
 for _place in (functional, torch):
     _NOTES[_place.layer_norm] = _note_of(eps=(4, 1e-5))

@@ -17,7 +17,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from retrograde.errors import CellError
 from retrograde.models.arguments import Arguments
 from retrograde.models.checks import Noted, Reruns
-from retrograde.models.draws import Draws
 from retrograde.models.given import Given, made_by, tensors_in
 from retrograde.models.refill import Unit, is_free
 from retrograde.replay.referents import MODULE_TABLES, Referents
@@ -55,7 +54,7 @@ def try_call(
     tensors = tensors_in(given.leaves)
     versions = [version(t) for t in tensors]
     saved: list[ref[Tensor]] = []
-    drawn, reruns, ours = 0, Reruns(counts=False), set[int]()
+    reruns, ours = Reruns(counts=False), set[int]()
     noted = Noted(reruns)
 
     def pack(t: Tensor) -> Tensor:
@@ -65,14 +64,13 @@ def try_call(
         return held
 
     def call() -> Any:
-        nonlocal drawn, noted
+        nonlocal noted
         noted = Noted(reruns)
         args, kwargs, entered = Arguments(given.leaves, given.spec).enter(given.leaves)
         ours.update(map(id, entered))
-        with saved_tensors_hooks(pack, lambda t: t), Draws() as draws:
+        with saved_tensors_hooks(pack, lambda t: t):
             result = forward(*args, **kwargs)
         noted.settle()
-        drawn = max(drawn, draws.drawn)  # a trial that is watched draws as torch does
         return result
 
     device = device_of(*tensors)
@@ -89,7 +87,7 @@ def try_call(
     reads = _reads_of(trial.found, trial.ambient)
     shares = torch.is_autocast_enabled(device.type) and _shares_casts(outputs)
     tried = Tried(
-        Unit(name, forward, trial.ambient, reads, drawn, shares, replace(reruns, counts=True)),
+        Unit(name, forward, trial.ambient, reads, shares, replace(reruns, counts=True)),
         wants=tuple(t.requires_grad for t in outputs),
         is_apart=any(t is not None and t.untyped_storage().nbytes() for t in made),
         writes=versions != [version(t) for t in tensors],

@@ -5,7 +5,7 @@ Importing it loads neither torch nor numba: kernels are compiled on first use.
 
 from retrograde.plan.arguments import CHAIN_POLICIES, POLICIES
 from retrograde.plan.chains import chain_minimum
-from retrograde.plan.inverse import TradeOff, least_memory, trade_off
+from retrograde.plan.curve import TradeOff, trade_off
 from retrograde.plan.planner import cost, plan
 
 __all__ = [
@@ -14,7 +14,6 @@ __all__ = [
     "TradeOff",
     "chain_minimum",
     "cost",
-    "least_memory",
     "plan",
     "trade_off",
 ]

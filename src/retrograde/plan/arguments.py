@@ -11,12 +11,6 @@ from retrograde.schedule import Units
 POLICIES = ("hsm", "ism", "msm", "best", "store-all")
 CHAIN_POLICIES = ("hsm", "ism", "msm", "store-all")
 _MIXED = ("msm", "best")
-_GONE = {
-    "store-hidden": "use 'hsm' with memory = length - 1",
-    "recompute-all": "use 'hsm' with memory = 1",
-    "chen-sqrt": "'best' costs no more in the same memory",
-    "chen-recursive": "'best' costs no more in the same memory",
-}
 
 
 def check_policy(
@@ -28,11 +22,6 @@ def check_policy(
     has_memory: bool = True,
 ) -> None:
     """Refuse an unknown policy, and arguments that are missing or that it does not take."""
-    if policy in _GONE:
-        raise ScheduleError(
-            f"the policy {policy!r} is a baseline, and now a function in the papers' package "
-            f"(papers/): import it from there, or {_GONE[policy]}"
-        )
     if policy not in POLICIES:
         raise ScheduleError(f"unknown policy {policy!r}: use one of {', '.join(POLICIES)}")
     _check_memory(policy, has_memory, "its slots, 1 or more")

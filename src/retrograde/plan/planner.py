@@ -4,7 +4,7 @@ HSM and ISM are closed forms (:mod:`retrograde.plan.steps.closed_form`), and so 
 both (:mod:`~retrograde.plan.steps.mixed`). :mod:`~retrograde.plan.steps.best` says for which sizes
 of states, and takes two tables (:mod:`~retrograde.plan.steps.tables`) for others.
 :mod:`retrograde.plan.chains` plans a chain of unequal layers, where every policy counts
-bytes. :mod:`retrograde.plan.inverse` has the inverse questions.
+bytes. :mod:`retrograde.plan.curve` has the whole curve.
 
 ===================  =========================================================  ================
 policy               ``memory`` counts                                          also takes

@@ -5,7 +5,6 @@ layer below it. So with two directions every layer is a recurrence of its own, a
 between the layers are held.
 """
 
-import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -81,12 +80,6 @@ class Call:
         # Each of several layers of two directions is a recurrence of its own.
         self.is_stack = self.bidirectional and module.num_layers > 1
         self.has_dropout = bool(module.dropout and module.training and module.num_layers > 1)
-
-    def of_length(self, length: int) -> "Call":
-        """Return the same call with another length, which can be planned but not run."""
-        other = copy.copy(self)
-        other.length = length
-        return other
 
     @property
     def runs_held(self) -> bool:
@@ -170,15 +163,14 @@ class Call:
         net = laid_out(net, apart=held or masks is not None)
         core: Core
         if runner is None:
-            (y,), final, _ = Fused(net, dropout=masks).ordinary(layout, [x], state, lambda t: t)
+            (y,), final = Fused(net, dropout=masks)(layout.read([x])[0 : self.length], state)
             return y, final
         if isinstance(runner, HeldPlan):
             core = HeldLayers(net, layout, self.batch, runner, masks=masks, resets=resets)
         else:
             core = Fused(net, runner, masks)
         if held or torch.is_grad_enabled():
-            budgeted = not held or self.module.memory is not None
-            (y,), final = run_schedule(core, schedule, [x], state, layout, budgeted=budgeted)
+            (y,), final = run_schedule(core, schedule, [x], state, layout)
         else:
             (y,), final = run_without_gradient(core, layout.read([x]), state, layout)
         return y, final

@@ -11,7 +11,7 @@ batch, each sequence joins the second track at that sequence's own last step.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, cast
@@ -19,7 +19,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from retrograde.errors import RetrogradeError
 from retrograde.kernels import in_place, kernels
 from retrograde.kernels.cells import Block, Kept, Resets, Weights
 from retrograde.kernels.team import paced
@@ -30,11 +29,11 @@ from retrograde.recurrent.forward import LayerForward, room_for
 from retrograde.recurrent.plan import HeldPlan
 from retrograde.recurrent.resets import Anew
 from retrograde.recurrent.spans import Span, cut
-from retrograde.recurrent.vendor import Layers, one_by_one, run_torch
+from retrograde.recurrent.vendor import Layers
 from retrograde.replay.surroundings import Ambient
 from retrograde.replay.trees import Tensors
-from retrograde.run.core import Core, Emit, Gate, Gradients, Tape, discard
-from retrograde.run.layout import InMemory, Inputs, Layout, Rows
+from retrograde.run.core import Core, Emit, Gradients, Tape, discard
+from retrograde.run.layout import InMemory, Inputs, Rows
 
 
 @dataclass
@@ -103,19 +102,6 @@ class HeldLayers(Core):
 
     def totals(self) -> list[Tensor | None]:
         return [torch.zeros_like(w, dtype=self.real) for w in self.parameters]
-
-    def ordinary(
-        self, layout: Layout, inputs: Tensors, state: Tensors, gate: Gate
-    ) -> tuple[Tensors, Tensors, Tensors]:
-        if self.resets is not None:
-            raise RetrogradeError(
-                "a second derivative with reset=: expected a first one only; leave out reset=, or "
-                "run each episode by itself"
-            )
-        net, (x,) = replace(self.net, weights=gate(self.net.weights)), inputs
-        steps = torch.arange(self.rows.length, device=x.device)
-        y, after = one_by_one(run_torch, self.masks, steps, net, x, state, self.rows.sizes)
-        return [y], after, [w for w in net.weights if w.requires_grad]
 
     @paced
     @torch.no_grad()

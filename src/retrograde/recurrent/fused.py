@@ -5,7 +5,6 @@ after the other, because a mask belongs to its step (``dropout.py``). The kernel
 (``vendor.py``) support every kind of layer. Our own is :func:`run_held`.
 """
 
-from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -23,8 +22,7 @@ from retrograde.replay.surroundings import Ambient
 from retrograde.replay.trees import Tensors
 from retrograde.run.autograd import run_schedule
 from retrograde.run.autograd_core import AutogradCore
-from retrograde.run.core import Gate
-from retrograde.run.layout import Layout, Rows
+from retrograde.run.layout import Rows
 
 
 class Fused(AutogradCore):
@@ -56,13 +54,6 @@ class Fused(AutogradCore):
 
     def carry(self, inputs: Tensors, state: Tensors) -> Tensors:
         return self(inputs, state)[1]
-
-    def ordinary(
-        self, layout: Layout, inputs: Tensors, state: Tensors, gate: Gate
-    ) -> tuple[Tensors, Tensors, Tensors]:
-        net = replace(self.net, weights=gate(self.net.weights))
-        core, read = Fused(net, dropout=self.dropout), layout.read(inputs)
-        return *core(read[slice(0, len(read))], state), core.parameters
 
 
 def has_slopes(net: Layers) -> bool:
@@ -101,5 +92,5 @@ def run_held(
         (after,) = core.advance(rows.read([x], outputs), 0, [rows.length], state, lambda *_: None)
         return y, after
     schedule = in_one_range(rows.length)
-    (y,), after = run_schedule(core, schedule, [x], state, rows, budgeted=False)
+    (y,), after = run_schedule(core, schedule, [x], state, rows)
     return y, after

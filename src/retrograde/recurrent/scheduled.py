@@ -12,7 +12,7 @@ two directions are then refused below what torch's own module takes.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -61,9 +61,7 @@ def fit_held(call: Call, memory: Memory | None) -> Plan:
     ordinary = _ordinary(call, memory)
     usual = ordinary(call.length, len(call.x))
     planner = _held_planner(call, ordinary, memory)
-    # A call of another length is only planned.
-    exact = partial(measure_whole, call) if call.length <= len(call.x) else None
-    held, found = planner.fit(lengths, memory, usual, exact)
+    held, found = planner.fit(lengths, memory, usual, partial(measure_whole, call))
     while held is not None and held.onward == "torch":  # between measured lengths bytes are guessed
         steps = min(call.length, max(1, held.block // call.batch))
         if steps in dict(cast(Curve, planner.layers[0].vendor).points):
@@ -141,30 +139,39 @@ def _measured_at(planner: Planner, call: Call, steps: int) -> Planner:
     return replace(planner, layers=tuple(layers))
 
 
-@dataclass(frozen=True)
-class Ranges:
-    """The core that runs a recurrence in ranges, and the bytes of these.
-
-    Attributes:
-        inputs: the inputs of the measurements.
-        ordinary: the bytes of ordinary backpropagation.
-        size: the core's footprint.
-        known: the same as the module's cache has it, without this length's ordinary bytes.
-    """
-
-    core: Fused
-    inputs: Inputs
-    state: Tensors
-    ordinary: Ordinary
-    size: Footprint
-    known: list[Footprint]
-
-
-def measure_ranges(call: Call, memory: Memory | None) -> Ranges:
-    """Measure the bytes of the ranges of a call that is one recurrence; raises CellError."""
+def _fit_ranges(call: Call, memory: Memory) -> Plan:
+    """Return the fastest schedule of ranges within a budget, of a call that is one recurrence;
+    raises as :func:`find_plan`."""
     call.check_measurable()
-    ordinary = _ordinary(call, memory)
-    usual = Curve(((call.length, ordinary(call.length, len(call.x))),))
+    ordinary, length = _ordinary(call, memory), call.length
+    usual = Curve(((length, ordinary(length, len(call.x))),))
+    core, read, start, known = _ranges_of(call, memory, usual)
+    size = replace(known[0], ordinary=usual, gradient_copy=ordinary.gradient_copy)
+    whole, least = size.whole_bytes(length), size.minimum_bytes()
+    budget = whole if asks_for_all(memory) else as_bytes(memory, size.ordinary_bytes(length))
+    if not size.scheduled and whole <= max(budget, least) and not ordinary.is_certain(length):
+        exact = measure_whole(call) - ordinary.gradient_copy * length
+        size = replace(size, ordinary=Curve(((length, max(exact, size.ordinary(length))),)))
+    try:
+        fit, size = fit_measured(core, read, start, memory, size)
+    except BudgetError as refused:  # of a few steps, torch's own pass may take less
+        if size.ordinary_bytes(length) > max(budget, refused.minimum_bytes):
+            raise
+        try:
+            return _fit_whole(call, memory)
+        except BudgetError as other:
+            raise min(refused, other, key=lambda one: one.minimum_bytes) from None
+    known[:] = [size]  # with the lengths that were measured now
+    least = min(size.least_bytes(length), fit.minimum_bytes)
+    parts = () if fit.ordinary else ((core.kernel, fit.schedule),)
+    return Plan(parts, replace(fit, minimum_bytes=least))
+
+
+def _ranges_of(
+    call: Call, memory: Memory, usual: Curve
+) -> tuple[Fused, Inputs, Tensors, list[Footprint]]:
+    """Return the core of a call's ranges, the inputs and the state to measure it by, and its
+    footprint as the module's cache has it."""
     x, packed = call.x.detach(), call.sizes
     if packed is not None:  # a packed batch is measured on sequences of one length
         x = x.new_zeros(call.length * call.batch, x.shape[1])
@@ -187,34 +194,7 @@ def measure_ranges(call: Call, memory: Memory | None) -> Ranges:
         return [replace(size, **one.costs)]
 
     alike = "ranges", *(w.requires_grad for w in net.weights)
-    known = _known(call, memory, alike, find)
-    size = replace(known[0], ordinary=usual, gradient_copy=ordinary.gradient_copy)
-    return Ranges(cast(Fused, one.core), read, start, ordinary, size, known)
-
-
-def _fit_ranges(call: Call, memory: Memory) -> Plan:
-    """Return the fastest schedule of ranges within a budget."""
-    found = measure_ranges(call, memory)
-    size, ordinary, length = found.size, found.ordinary, call.length
-    whole, least = size.whole_bytes(length), size.minimum_bytes()
-    budget = whole if asks_for_all(memory) else as_bytes(memory, size.ordinary_bytes(length))
-    if not size.scheduled and whole <= max(budget, least) and not ordinary.is_certain(length):
-        exact = measure_whole(call) - ordinary.gradient_copy * length
-        usual = max(exact, size.ordinary(length))
-        size = replace(size, ordinary=Curve(((length, usual),)))
-    try:
-        fit, size = fit_measured(found.core, found.inputs, found.state, memory, size)
-    except BudgetError as refused:  # of a few steps, torch's own pass may take less
-        if size.ordinary_bytes(length) > max(budget, refused.minimum_bytes):
-            raise
-        try:
-            return _fit_whole(call, memory)
-        except BudgetError as other:
-            raise min(refused, other, key=lambda one: one.minimum_bytes) from None
-    found.known[:] = [size]  # with the lengths that were measured now
-    least = min(size.least_bytes(length), fit.minimum_bytes)
-    parts = () if fit.ordinary else ((found.core.kernel, fit.schedule),)
-    return Plan(parts, replace(fit, minimum_bytes=least))
+    return cast(Fused, one.core), read, start, _known(call, memory, alike, find)
 
 
 def _fit_whole(call: Call, memory: Memory) -> Plan:

@@ -23,13 +23,17 @@ from retrograde.run.autograd_core import AutogradCore
 from retrograde.run.core import Core, Gradients, discard, window
 from retrograde.run.executor import Run
 from retrograde.run.layout import ROWS, Inputs, Layout, Straight, steps_of
-from retrograde.run.second_order import differentiable_gradients
 from retrograde.run.states import is_real, with_attributes
 from retrograde.run.transforms import no_forward_mode, refuse_batches, uncompiled
 from retrograde.schedule import Schedule
 from retrograde.units import Memory
 
-_OTHERS = 5  # the number of the node's arguments before the tensors
+_OTHERS = 4  # the number of the node's arguments before the tensors
+_NO_SECOND_ORDER = (
+    "the gradient of this budgeted recurrence cannot itself be differentiated: expected "
+    "create_graph=False; for second derivatives use backward=None, memory=None and "
+    "schedule=None (ordinary BPTT)"
+)
 
 
 def refuse_both(memory: Memory | None, schedule: Schedule | None) -> None:
@@ -54,18 +58,13 @@ def run_schedule(
     inputs: Tensors,
     state: Tensors,
     layout: Layout | None = None,
-    *,
-    budgeted: bool = True,
 ) -> tuple[Tensors, Tensors]:
-    """Run a recurrence so that ``schedule`` computes its gradient.
-
-    ``budgeted`` says whether there is a budget, which second derivatives exceed. Returns the
-    outputs and the state after the last step.
-    """
+    """Run a recurrence so that ``schedule`` computes its gradient. Return the outputs and the state
+    after the last step."""
     layout = layout or Straight(schedule.length, core.fused)
     run = Run(core, tuple(schedule), schedule.length, prints=core.prints(schedule.length))
     results = _Recurrence.apply(  # type: ignore[no-untyped-call]
-        run, layout, budgeted, len(inputs), len(state), *inputs, *state, *core.parameters
+        run, layout, len(inputs), len(state), *inputs, *state, *core.parameters
     )
     return list(results[: -run.states or None]), list(results[len(results) - run.states :])
 
@@ -123,14 +122,13 @@ class _Recurrence(torch.autograd.Function):
         ctx: Any,
         run: Run,
         layout: Layout,
-        budgeted: bool,
         n_inputs: int,
         n_state: int,
         *tensors: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         core, ctx.run = run.core, run
-        ctx.n_inputs, ctx.layout, ctx.budgeted = n_inputs, layout, budgeted
+        ctx.n_inputs, ctx.layout = n_inputs, layout
         inputs, state = list(tensors[:n_inputs]), list(tensors[n_inputs : n_inputs + n_state])
         versions = [version(t) for t in tensors]
         device = tensors[0].device
@@ -152,8 +150,7 @@ class _Recurrence(torch.autograd.Function):
         ctx.versions = versions[n_inputs + n_state :]
         ctx.n_held = len(held)
         ctx.save_for_backward(*held, *inputs, *state)
-        n = len(outputs.tensors)  # of two directions' outputs one tensor is made
-        wanted = [any(outputs.wanted[k::n]) for k in range(n)] if outputs.wanted else [True] * n
+        wanted = outputs.wanted or [True] * len(outputs.tensors)
         wanted = [*wanted, *(t.requires_grad or not core.stepwise for t in after)]
         results = (*outputs.tensors, *(with_attributes(t.detach(), t) for t in after))
         pairs = zip(results, wanted, strict=True)
@@ -166,6 +163,8 @@ class _Recurrence(torch.autograd.Function):
     @uncompiled
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         refuse_batches(grads)
+        if torch.is_grad_enabled():
+            raise RetrogradeError(_NO_SECOND_ORDER)
         saved = ctx.saved_tensors  # read once: hooks that recompute them then do so once
         held, saved = saved[: ctx.n_held], saved[ctx.n_held :]
         inputs, state = list(saved[: ctx.n_inputs]), list(saved[ctx.n_inputs :])
@@ -174,15 +173,6 @@ class _Recurrence(torch.autograd.Function):
         layout: Layout = ctx.layout
         rerun = run.core.ambient.rerun(ctx.marks)
         needs = ctx.needs_input_grad[_OTHERS:]
-        if torch.is_grad_enabled():
-            with rerun, ctx.autocast, muted_hooks([*parameters, *state]):
-                run.core.ambient.restore(ctx.before)
-                found = differentiable_gradients(
-                    run.core, layout, inputs, [state[i] for i in ctx.same], grads,
-                    budgeted=ctx.budgeted,
-                )  # fmt: skip
-            _check_unchanged(parameters, ctx.versions, found[len(inputs) + len(state) :])
-            return _returned(found, needs)
         read = layout.read(inputs, held)
         count = len(grads) - run.states
         wanted = [x if needed else None for x, needed in zip(inputs, needs, strict=False)]

@@ -22,22 +22,17 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from retrograde.errors import CellError, RetrogradeError
+from retrograde.errors import CellError
 from retrograde.replay.captured import LeafWatch
 from retrograde.replay.trees import Tensors
-from retrograde.run.core import Core, Emit, Gate, Gradient, Gradients, Tape, as_leaf, window
-from retrograde.run.layout import Inputs, Layout, steps_of
+from retrograde.run.core import Core, Emit, Gradient, Gradients, Tape, as_leaf, window
+from retrograde.run.layout import Inputs, steps_of
 from retrograde.run.prints import Prints
 from retrograde.run.settled import operations
 from retrograde.run.states import each_once, entry, is_real, renewed, renewed_apart
 from retrograde.schedule import Action, Backward, Load
 
 _NOTHING = torch.empty(0, device="cpu")
-_NO_SECOND_ORDER = (
-    "the gradient of this budgeted recurrence cannot itself be differentiated: expected "
-    "create_graph=False; for second derivatives use backward=None, memory=None and "
-    "schedule=None (ordinary BPTT)"
-)
 
 
 @dataclass
@@ -242,15 +237,6 @@ class AutogradCore(Core):
             next(shares) if state.pop(id(s), None) is not None else None for s in tape.state
         ]
         _accumulate(gradients.parameters, begun, list(shares), self.parameters)
-
-    def ordinary(
-        self, layout: Layout, inputs: Tensors, state: Tensors, gate: Gate
-    ) -> tuple[Tensors, Tensors, Tensors]:
-        """Return all steps as ordinary autograd records them, and the parameters in that graph."""
-        if any(p is not t for p, t in zip(self.parameters, self.targets, strict=True)):
-            raise RetrogradeError(_NO_SECOND_ORDER)  # one parameter was computed from another
-        read = layout.read(inputs)
-        return *run_ordinary(self, read[slice(0, len(read))], state), self.parameters
 
 
 def _record_steps(

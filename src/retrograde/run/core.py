@@ -26,8 +26,6 @@ from retrograde.schedule import Action
 Gradient = Tensor | None
 #: Takes the outputs of a call: ``emit(start, stop, outputs)``; of a cell's step also its state.
 Emit = Callable[..., None]
-#: Lets tensors into a graph of all steps; see :mod:`retrograde.run.second_order`.
-Gate = Callable[[Tensors], Tensors]
 
 
 def discard(start: int, stop: int, outputs: Tensors, *_: Tensors) -> None:
@@ -107,17 +105,6 @@ class Core(ABC):
     def complete(self) -> None:  # noqa: B027
         """Note that every step was recorded and backpropagated."""
 
-    @abstractmethod
-    def ordinary(
-        self, layout: Layout, inputs: Tensors, state: Tensors, gate: Gate
-    ) -> tuple[Tensors, Tensors, Tensors]:
-        """Return all steps as autograd records them: outputs, last state, and the graph's
-        parameters.
-
-        Raises:
-            RetrogradeError: second derivatives are not available.
-        """
-
 
 @dataclass
 class Tape:
@@ -158,9 +145,8 @@ class Gradients:
 
     def take_inputs(self, index: int | slice, shares: list[Gradient]) -> None:
         """Keep the input gradients of one call; later calls come first."""
-        for k, x in enumerate(self.wanted):
-            used = any(share is not None for share in shares[k :: len(self.wanted)])
-            if x is not None and used and self.inputs[k] is None:
+        for k, (x, share) in enumerate(zip(self.wanted, shares, strict=False)):
+            if x is not None and share is not None and self.inputs[k] is None:
                 self.inputs[k] = torch.zeros_like(x)
         self.layout.take(self.inputs, index, shares)
 

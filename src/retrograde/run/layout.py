@@ -1,9 +1,8 @@
 """Layouts: the positions of a sequence's steps in the tensors that hold all of them.
 
-Mostly step t is row t. In a packed batch a step has one row for each remaining sequence. Two
-directions run from both ends at once, so a range of steps is a range of rows for each. Sequences of
-several lengths may also run as one batch, each from its own end. A layout cuts a call's part from
-the inputs, and writes the call's outputs and input gradients to their positions.
+Mostly step t is row t. In a packed batch a step has one row for each remaining sequence. Sequences
+of several lengths may also run as one padded batch. A layout cuts a call's part from the inputs,
+and writes the call's outputs and input gradients to their positions.
 """
 
 import functools
@@ -11,7 +10,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -70,12 +69,6 @@ class Layout(Protocol):
         """Allocate the outputs of all steps, given those of one call."""
         ...
 
-    def joined(self, outputs: Tensors) -> Tensors:
-        """Return the outputs of a call of all steps in the caller's form, with their graph."""
-        tensors = self.allocate([y[0] for y in outputs])
-        self.put(tensors, slice(0, self.length), outputs)
-        return tensors
-
     def parts(self, tensors: Sequence[Gradient], index: Index) -> list[Gradient]:
         """Return, for each output of a call, its part of the outputs or of their gradients."""
         ...
@@ -87,8 +80,8 @@ class Layout(Protocol):
                 part.copy_(value)
 
     def room(self, x: Tensor) -> Tensor:
-        """Allocate the gradient of an input."""
-        return torch.zeros_like(x)
+        """Allocate the gradient of an input, of which every call writes its part."""
+        return torch.empty_like(x)
 
     def take(self, totals: Sequence[Gradient], index: Index, shares: Sequence[Gradient]) -> None:
         """Write the input gradients of one call into those of all steps."""
@@ -135,14 +128,8 @@ class ByRows(Layout):
         """Return the rows of a call."""
         return index
 
-    def joined(self, outputs: Tensors) -> Tensors:
-        return outputs
-
     def parts(self, tensors: Sequence[Gradient], index: Index) -> list[Gradient]:
         return [None if t is None else t[self.rows(index)] for t in tensors]
-
-    def room(self, x: Tensor) -> Tensor:
-        return torch.empty_like(x)
 
     def take(self, totals: Sequence[Gradient], index: Index, shares: Sequence[Gradient]) -> None:
         for total, share in zip(totals, shares, strict=False):
@@ -209,110 +196,54 @@ class Rows(ByRows):
 
 
 @dataclass(frozen=True)
-class Ragged(Layout):
-    """A batch whose every step is a call with all samples, from one end or from both at once.
+class Ragged(ByRows):
+    """A padded batch whose every step is a call with all samples.
 
-    Tensors are (T, B, …), or (rows, …) if ``starts`` (T,) has the first row of each step of a
-    packed batch. With ``lengths`` (B,) each sample begins at its own end. The last leaf of a call
-    is then a mask (B,) of the samples that still have steps. Before it are the rows of every
-    tensor, once for each direction. Outputs of the directions are concatenated, and zero beyond a
-    sample's end.
+    Tensors are (T, B, …), and ``lengths`` (B,). The last leaf of a call is a mask (B,) of the
+    samples that still have steps. Beyond a sample's end its last row is read again, whose gradient
+    there is zero.
 
     Example:
-        >>> layout = Ragged(3, lengths=torch.tensor([3, 1]), both=True)
-        >>> forward, back, goes_on = layout.read([torch.arange(6).view(3, 2)])[0]
-        >>> forward.tolist(), back.tolist(), goes_on.tolist()
-        ([0, 1], [4, 1], [True, True])
+        >>> layout = Ragged(3, torch.tensor([3, 1]))
+        >>> x, goes_on = layout.read([torch.arange(6).view(3, 2)])[1]
+        >>> x.tolist(), goes_on.tolist()
+        ([2, 1], [True, False])
     """
 
     length: int
-    lengths: Tensor | None = None
-    starts: Tensor | None = None
-    both: bool = False
+    lengths: Tensor
 
     def wanted(self, tensors: Tensors) -> Sequence[bool]:
-        wanted = [t.requires_grad for t in tensors] * (2 if self.both else 1)
-        return wanted if self.lengths is None else [*wanted, False]
+        return [*(t.requires_grad for t in tensors), False]
 
     def leaves(self, tensors: Tensors, index: Index) -> Tensors:
-        leaves = [t[self.rows(index, back=back)] for back in self._ends for t in tensors]
-        return leaves if self.lengths is None else [*leaves, self.goes_on(index)]
-
-    def goes_on(self, index: Index) -> Tensor:
-        """Return which samples still have the steps of a call."""
-        assert self.lengths is not None
-        return self._numbers(index) < self.lengths
-
-    def rows(self, index: Index, *, back: bool) -> Any:
-        """Return a call's rows in a tensor over all steps; beyond a sample's end, its last row."""
-        if self.lengths is None:
-            if not back:
-                return index
-            last = self.length - 1
-            return last - self._numbers(index)[:, 0] if isinstance(index, slice) else last - index
-        steps, samples = self._numbers(index), torch.arange(len(self.lengths), device="cpu")
-        samples = samples.to(self.lengths.device).expand(*steps.shape[:-1], -1)
-        steps = (self.lengths - 1 - steps).clamp(min=0) if back else steps.minimum(self.lengths - 1)
-        return (steps, samples) if self.starts is None else (self.starts[steps] + samples,)
+        steps = self._numbers(index).minimum(self.lengths - 1)
+        samples = torch.arange(len(self.lengths), device=steps.device).expand_as(steps)
+        return [*(t[steps, samples] for t in tensors), self._goes_on(index)]
 
     def allocate(self, values: Tensors) -> Tensors:
-        half = len(values) // 2 if self.both else len(values)
-        found = []
-        for y in values[:half]:
-            lead: tuple[int, ...] = (self.length, y.shape[0])
-            if self.starts is not None and self.lengths is not None:
-                lead = (int(self.lengths.sum()),)
-            width = y.shape[-1:] if not self.both else (2 * y.shape[-1],)
-            found.append(y.new_zeros(*lead, *y.shape[1:-1], *width))
-        return found
-
-    def parts(self, tensors: Sequence[Gradient], index: Index) -> list[Gradient]:
-        return [
-            None if column is None else column[self.rows(index, back=back)]
-            for back, column in self._columns(tensors)
-        ]
-
-    def put(self, tensors: Tensors, index: Index, values: Tensors) -> None:
-        for (back, column), value in zip(self._columns(tensors), values, strict=True):
-            assert column is not None
-            self._write(column, index, value, back=back, add=False)
+        return [y.new_empty(self.length, *y.shape) for y in values]
 
     def take(self, totals: Sequence[Gradient], index: Index, shares: Sequence[Gradient]) -> None:
-        pairs = [(back, total) for back in self._ends for total in totals]
-        for (back, total), share in zip(pairs, shares, strict=False):
-            if total is not None and share is not None:
-                self._write(total, index, share, back=back, add=True)
+        goes_on = self._goes_on(index)
+        shares = [None if g is None else over(goes_on, g) for g in shares]
+        super().take(totals, index, shares)
 
-    def _write(self, t: Tensor, index: Index, values: Tensor, *, back: bool, add: bool) -> None:
-        """Write the rows of samples that still have steps."""
-        rows = self.rows(index, back=back)
-        if self.lengths is not None:
-            goes_on = self.goes_on(index)
-            t.index_put_(tuple(one[goes_on] for one in rows), values[goes_on], accumulate=add)
-        elif add:
-            t[rows] += values
-        else:
-            t[rows] = values
+    def _goes_on(self, index: Index) -> Tensor:
+        """Return which samples still have the steps of a call."""
+        return self._numbers(index) < self.lengths
 
     def _numbers(self, index: Index) -> Tensor:
         """Return the steps of a call, (1,), or (L, 1) for several."""
-        device = None if self.lengths is None else self.lengths.device
         if isinstance(index, slice):
-            return torch.arange(index.start, index.stop, device=device).unsqueeze(-1)
-        return torch.tensor([index], device=device)
+            return torch.arange(index.start, index.stop, device=self.lengths.device).unsqueeze(-1)
+        return torch.tensor([index], device=self.lengths.device)
 
-    @property
-    def _ends(self) -> tuple[bool, ...]:
-        """For each direction, whether it runs backward."""
-        return (False, True) if self.both else (False,)
 
-    def _columns(self, tensors: Sequence[Gradient]) -> Iterator[tuple[bool, Gradient]]:
-        """Iterate over the outputs of a call: whether each runs backward, and its part of the
-        tensors. A part is cut when it is reached, since autograd follows writes to the others."""
-        for back in self._ends:
-            for t in tensors:
-                half = 0 if t is None else t.shape[-1] // 2
-                yield back, t if t is None or not self.both else t.narrow(-1, back * half, half)
+def over(goes_on: Tensor, t: Tensor, other: Tensor | None = None) -> Tensor:
+    """Return a tensor where samples go on, and the other, or zeros, where they have ended."""
+    mask = goes_on.view(*goes_on.shape, *[1] * (t.dim() - goes_on.dim()))
+    return torch.where(mask, t, torch.zeros_like(t) if other is None else other)
 
 
 @dataclass(frozen=True)
@@ -350,14 +281,8 @@ class InBlocks(Layout):
     def allocate(self, values: Tensors) -> Tensors:
         return self.steps.allocate([y[0] for y in values])
 
-    def joined(self, outputs: Tensors) -> Tensors:
-        return self.steps.joined(outputs)
-
     def parts(self, tensors: Sequence[Gradient], index: Index) -> list[Gradient]:
         return self.steps.parts(tensors, self.span(index))
-
-    def put(self, tensors: Tensors, index: Index, values: Tensors) -> None:
-        self.steps.put(tensors, self.span(index), values)
 
     def take(self, totals: Sequence[Gradient], index: Index, shares: Sequence[Gradient]) -> None:
         self.steps.take(totals, self.span(index), shares)

@@ -1,15 +1,13 @@
-"""Inputs that are not held in memory: files, functions, iterators, anything indexable.
+"""Inputs that are not held in memory: files, functions, anything indexable.
 
 A schedule runs most steps more than once, so every source is read again, and must return the same
-values. There are four kinds:
+values. An iterator cannot be read twice, so it is refused. There are three kinds:
 
 - Tensors with time first (:class:`TimeFirst`): a range is a slice.
 - Other arrays with time first, such as a memory map (:class:`TimeFirst` too): they are copied into
   tensors as they are read.
 - A function of the step, or anything that is indexed by it (:class:`Steps`): a range is put
   together step by step.
-- An iterator, which cannot be read twice (:class:`Spool`): its items are kept in a temporary file
-  and read from there. So the whole input is on disk.
 
 torch allocates what is read, so :mod:`retrograde.sizes.allocations` counts it. The pages of a
 memory map belong to the operating system and are not counted.
@@ -18,9 +16,7 @@ Inputs in main memory serve a model on a GPU: what is read is moved (:class:`Mov
 """
 
 import operator
-import tempfile
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, SupportsIndex, cast
@@ -31,7 +27,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError
-from retrograde.replay.generators import OwnRandom, random_position
+from retrograde.replay.generators import random_position
 from retrograde.replay.trees import Structure, Tensors, flatten
 from retrograde.run.layout import check_length
 
@@ -77,25 +73,22 @@ def open_source(inputs: Any, length: SupportsIndex | None, device: torch.device)
     if all(_is_array(leaf) for leaf in pytree.tree_leaves(inputs) if leaf is not None):
         source = TimeFirst.of(inputs, steps)
     else:
-        source = Steps(_reader(inputs, device), _told(steps, inputs), device)
+        source = Steps(_reader(inputs), _told(steps, inputs), device)
     return source if device.type == "cpu" else Moved(source, device)
 
 
-def _reader(inputs: Any, device: torch.device) -> Callable[[int], Any]:
+def _reader(inputs: Any) -> Callable[[int], Any]:
     """Return a function of the step that reads its input."""
-    if hasattr(inputs, "__next__"):
-        return Spool(inputs, device)
     if not isinstance(inputs, list | tuple | dict):
         if hasattr(inputs, "__getitem__"):
             return cast(Callable[[int], Any], inputs.__getitem__)
-        if hasattr(inputs, "__iter__"):
-            return Spool(iter(inputs), device)
         if callable(inputs):
             return cast(Callable[[int], Any], inputs)
     raise CellError(
         f"cannot read inputs from a {type(inputs).__name__}: expected a pytree of tensors or "
-        "arrays with time first, a function of the step, something indexed by it, or an iterator; "
-        "for a list of steps, pass inputs=lambda t: steps[t], length=len(steps)"
+        "arrays with time first, a function of the step, or something indexed by it, since steps "
+        "are read again; for a list of steps, pass inputs=lambda t: steps[t], length=len(steps); "
+        "write what an iterator gives to a file first, such as a memory map"
     )
 
 
@@ -139,7 +132,7 @@ class Steps:
         if position != random_position(device):
             raise CellError(
                 "the inputs draw random numbers, and would differ when they are read again: "
-                "draw them from a generator that is seeded by the step, or pass an iterator"
+                "draw them from a generator that is seeded by the step"
             )
         self.trained: list[Tensor | None] = [None] * len(leaves)
 
@@ -163,56 +156,6 @@ class Steps:
         leaves, structure = _leaves(self.get(t), t)
         self.form.check(leaves, structure, t)
         return leaves
-
-
-class Spool:
-    """The items of an iterator, kept in a temporary file as they arrive.
-
-    Items are pulled when they are needed, once, and in their order. Random numbers that the
-    iterator draws come from a stream of their own, so a cell's are the same in every rerun.
-    """
-
-    def __init__(self, items: Iterator[Any], device: torch.device) -> None:
-        self.items, self.device = items, device
-        self.file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115
-        weakref.finalize(self, self.file.close)
-        self.count = 0
-        self.random = OwnRandom(device)
-        self.form: _Form | None = None
-
-    def __call__(self, t: int) -> Any:
-        while self.count <= t:
-            self._write(self._pull())
-        assert self.form is not None
-        leaves = [
-            torch.empty(shape, dtype=dtype, device="cpu") for shape, dtype, _ in self.form.leaves
-        ]
-        self.file.seek(t * sum(x.nbytes for x in leaves))
-        for x in leaves:
-            if self.file.readinto(_raw(x)) != x.nbytes:
-                raise CellError(f"the temporary file of the inputs is cut off at step {t}")
-        places = [place for *_, place in self.form.leaves]
-        return self.form.structure.unflatten(list(map(Tensor.to, leaves, places)))
-
-    def _pull(self) -> Any:
-        try:
-            with self.random.drawn():
-                return next(self.items)
-        except StopIteration:
-            raise CellError(
-                f"the inputs ended after {self.count} steps: expected more; give "
-                f"length={self.count}, or an iterator that goes on"
-            ) from None
-
-    def _write(self, item: Any) -> None:
-        leaves, structure = _leaves(item, self.count)
-        if self.form is None:
-            self.form = _Form.of(leaves, structure)
-        self.form.check(leaves, structure, self.count)
-        self.file.seek(self.count * sum(x.nbytes for x in leaves))
-        for x in leaves:
-            self.file.write(_raw(x.cpu().contiguous()))
-        self.count += 1
 
 
 class Moved:
@@ -365,8 +308,3 @@ def _copied(array: Any) -> Tensor:
     copy = torch.empty(values.shape, dtype=dtype, device="cpu")
     copy.numpy()[...] = values
     return copy
-
-
-def _raw(t: Tensor) -> memoryview:
-    """Return the bytes of a contiguous tensor in main memory."""
-    return memoryview(t.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -45,12 +45,8 @@ _HOMES = {
     "transposed_jacobian": "retrograde.scan.sparse.transposed",
 }
 
-#: Names that went, and what to use instead.
-_GONE = {"scan_ranks": "rg.TimeSharded(way='tree')"}
-
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        instead = f": it is gone; use {_GONE[name]}" if name in _GONE else ""
-        raise AttributeError(f"module 'retrograde.scan' has no attribute {name!r}{instead}")
+        raise AttributeError(f"module 'retrograde.scan' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

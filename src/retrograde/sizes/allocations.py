@@ -20,7 +20,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -35,9 +35,9 @@ from torch._C._profiler import (
     _ExperimentalConfig,
 )
 from torch.autograd import profiler
-from torch.overrides import _get_current_function_mode_stack
 
 from retrograde.machine import MEASURING, unpacked
+from retrograde.replay.switches import Switches
 from retrograde.sizes.requests import Event, requests
 from retrograde.units import format_bytes
 
@@ -261,28 +261,16 @@ def _paired(events: Sequence[Any], start_ns: int, oldest: bool) -> Iterator[Even
 
 
 def _on_a_fresh_thread(call: Callable[[], T], device: torch.device) -> T:
-    """Run a call on a new thread, under this thread's modes."""
-    context, modes = contextvars.copy_context(), _get_current_function_mode_stack()
-    grad, kinds = torch.is_grad_enabled(), {"cpu", device.type}
-    casts = [
-        (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds
-    ]
+    """Run a call on a new thread, under this thread's switches and modes."""
+    then, grad, on_gpu = Switches(device), torch.is_grad_enabled(), device.type == "cuda"
 
     def run() -> T:
-        with ExitStack() as stack:
-            stack.enter_context(torch.set_grad_enabled(grad))
-            for kind, dtype, enabled in casts:
-                stack.enter_context(
-                    torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
-                )
-            if device.type == "cuda":
-                stack.enter_context(torch.cuda.device(device))
-            for mode in modes:
-                stack.enter_context(mode)
-            return context.run(call)
+        place = torch.cuda.device(device) if on_gpu else nullcontext()
+        with then.as_then(), torch.set_grad_enabled(grad), place:
+            return call()
 
     with ThreadPoolExecutor(1, "retrograde-measure") as thread:
-        return thread.submit(run).result()
+        return thread.submit(contextvars.copy_context().run, run).result()
 
 
 @contextmanager

@@ -43,18 +43,6 @@ def ism_cost(length: int, memory: int) -> int:
     return hsm_cost(length + 1, memory) - (length + 1)
 
 
-def hsm_split(length: int, memory: int) -> int:
-    """Return the largest D(t, m), position of the next stored state (G16 eq. 3), with fewest
-    actions.
-
-    Fewest actions means fewest segments of one step. Let r be that of the module's docstring. There
-    are z = binom(m+r−2, r−1) such segments up to t = binom(m+r−1, m) + z, and one more for each
-    later step. Up to there, a segment may take a second step for free; later steps are segments of
-    their own. By Pascal's rule z is the sum of both segments' z, so both use their free steps
-    first."""
-    return split_of(length, memory, repetitions(length, memory))
-
-
 def repetitions(length: int, memory: int) -> int:
     """Return the most times that a step is run again: the least r with t ≤ binom(m + r, m)."""
     high = 1
@@ -71,9 +59,15 @@ def repetitions(length: int, memory: int) -> int:
 
 
 def split_of(length: int, memory: int, r: int) -> int:
-    """Return the :func:`hsm_split` of a segment whose steps are run again r ≥ 1 times at most. The
-    segment has binom(memory + r − 1, memory) to binom(memory + r, memory) steps, at least 2. Its
-    left segment has r − 1 repetitions, its right segment a slot less."""
+    """Return the largest D(t, m), position of the next stored state (G16 eq. 3), with fewest
+    actions, of a segment whose steps are run again r ≥ 1 times at most.
+
+    The segment has binom(memory + r − 1, memory) to binom(memory + r, memory) steps, at least 2.
+    Its left segment has r − 1 repetitions, its right segment a slot less. Fewest actions means
+    fewest segments of one step. There are z = binom(m+r−2, r−1) such segments up to
+    t = binom(m+r−1, m) + z, and one more for each later step. Up to there, a segment may take a
+    second step for free; later steps are segments of their own. By Pascal's rule z is the sum of
+    both segments' z, so both use their free steps first."""
     if r == 1:
         return 1
     least = _within(memory, r - 2)

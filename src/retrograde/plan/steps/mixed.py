@@ -22,7 +22,6 @@ left: each stored segment is as long as its bounds allow, from the first on.
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
-from fractions import Fraction
 from itertools import accumulate, chain, repeat
 from math import comb, isqrt
 
@@ -55,16 +54,11 @@ class Mixed:
 
     def cost(self, length: int) -> int:
         """Return C(t, M + 1), the fewest forward steps."""
-        whole, more, w = self._hull(length)
+        whole, more, w = self.hull(length)
         return whole - (-more // w)
 
-    def hull(self, length: int) -> int | Fraction:
-        """Return the convex function of t whose ceiling is the cost."""
-        whole, more, w = self._hull(length)
-        return whole + (Fraction(more, w) if more % w else more // w)
-
-    def _hull(self, length: int) -> tuple[int, int, int]:
-        """Return the hull as integers a, b, w: it is a + b/w."""
+    def hull(self, length: int) -> tuple[int, int, int]:
+        """Return the convex function of t whose ceiling is the cost: a + b/w, as a, b, w."""
         if length <= 1 + self.records:
             return length, 0, 1
         if not self.wide and (beyond := self._twice() - length) >= 0:

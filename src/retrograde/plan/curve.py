@@ -1,11 +1,7 @@
-"""The inverse questions: the memory for a cost, and the trade-off curve.
-
-Every cost falls with memory, so the first is a bisection over :func:`retrograde.plan.cost`.
-"""
+"""The trade-off curve: every memory at which the cost of a sequence drops."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -54,49 +50,6 @@ class TradeOff:
         """
         slots = integer("memory", memory)
         return int(self.cost[np.searchsorted(self.memory, slots, side="right") - 1])
-
-
-def least_memory(
-    length: int,
-    cost: int,
-    policy: str = "hsm",
-    *,
-    alpha: int | None = None,
-    beta: int | None = None,
-) -> int:
-    """Return the least memory with which a sequence costs at most ``cost``.
-
-    Args:
-        length: steps, at least 1.
-        cost: forward steps allowed in all, the first sweep included.
-        policy, alpha, beta: ``"hsm"``, ``"ism"``, ``"msm"`` or ``"best"``, and its sizes as
-            :func:`~retrograde.plan.plan` has them.
-
-    Returns:
-        Slots, in the policy's units.
-
-    Raises:
-        ScheduleError: no memory is enough for that cost; an argument is out of range.
-
-    Example:
-        >>> least_memory(1000, 3000), least_memory(1000, 2000, "msm", alpha=5)
-        (43, 88)
-    """
-    steps, allowed = _ask(length, policy, alpha, beta), integer("cost", cost)
-    enough = _enough(steps, policy, alpha, beta)
-
-    def spent(memory: int) -> int:
-        return cost_of(steps, memory, policy, alpha=alpha, beta=beta)
-
-    if allowed < (least := spent(enough)):
-        raise ScheduleError(
-            f"cost is {allowed}: no memory is enough; {steps} steps of {policy!r} take at least "
-            f"{least} forward steps, with a memory of {enough}"
-        )
-    high = 1  # doubled from below, since tables grow with the memory
-    while high < enough and spent(high) > allowed:
-        high = min(2 * high, enough)
-    return bisect_left(range(1, high), True, key=lambda memory: spent(memory) <= allowed) + 1
 
 
 def trade_off(
