@@ -10,8 +10,7 @@ Known limit: a generator that neither is global nor can be found from the cell i
 
 import pickle
 import random
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -108,34 +107,3 @@ def _other(generator: Any) -> _Other:
 def random_position(device: torch.device) -> tuple[int, ...]:
     """Return the positions of torch's default generators, which change when one is drawn from."""
     return tuple(_Torch(generator).position() for generator in _of_device(device))
-
-
-class OwnRandom:
-    """Random numbers for blocks that run once, between others that are rerun.
-
-    Draws inside a block continue where the last block ended, and do not move the generators of the
-    others. Copies of generators take no memory of torch's; a state does, so states are passed on
-    only if numbers were drawn.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.generators = _of_device(device)
-        self.stream: list[torch.Generator] = []
-
-    @contextmanager
-    def drawn(self) -> Iterator[None]:
-        """Run a block that may draw."""
-        before = [generator.clone_state() for generator in self.generators]
-        self._set(self.stream)
-        position = random_position(self.device)
-        try:
-            yield
-        finally:
-            if self.stream or position != random_position(self.device):
-                self.stream = [generator.clone_state() for generator in self.generators]
-                self._set(before)
-
-    def _set(self, values: list[torch.Generator]) -> None:
-        for generator, value in zip(self.generators, values, strict=False):
-            generator.set_state(value.get_state())
