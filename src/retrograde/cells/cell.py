@@ -24,6 +24,7 @@ from retrograde.run.layout import From, InMemory, Inputs
 from retrograde.run.prints import Prints
 from retrograde.run.settled import Settled
 from retrograde.run.states import Like, device_of, each_once, entry, like_of, with_attributes
+from retrograde.run.transforms import hooks_of_all
 
 Cell = Callable[[Any, Any], tuple[Any, Any]]
 _AFTER = "state that the cell returned"
@@ -145,7 +146,7 @@ def examine(
     device = device_of(*state, *inputs)
     _check_trackable([*inputs, *state])
     x = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
-    made_of = [cell] if made_of is None else made_of
+    made_of = [*([cell] if made_of is None else made_of), *hooks_of_all()]
     step = _Trying(cell, x, input_spec, state, state_spec)
     trial = try_out(step, made_of, device, _tensors_of, reruns=reruns)
     core = _core_like(trial.value[0], cell, input_spec, state, state_spec, device)

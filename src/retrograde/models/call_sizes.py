@@ -31,6 +31,7 @@ from retrograde.plan.calls import (
     one_after_the_other,
     peak_of,
 )
+from retrograde.run.core import raise_again
 from retrograde.run.transforms import is_unreal, refuse_sharded, refuse_transforms
 from retrograde.sizes.allocations import Phase, measure_phases
 from retrograde.sizes.cache import LRUCache
@@ -213,17 +214,20 @@ class Plans:
             one = Phases(unit, given, [t for t in made if t is not None], tied, first=first)
             shapes = [[(p.shape, p.requires_grad) for p in m.parameters(False)] for m in parts]
             alike = tuple(map(type, parts)), str(shapes), kind
-            with unit.ambient.measured():
-                phases, taken = _phases(one)
-                seen = self.seen.setdefault((alike, memory), {})
-                if key[0] is None and seen:
-                    did = _deeds(one, measure_phases(phases[_WHOLE], device=one.device))
-                    if did in seen:
-                        return seen[did]
-                found = measure_phases(phases, device=one.device)
-                one.compare()
-                if alike not in self.seconds:
-                    self.seconds[alike] = _seconds(phases, taken, repeats)
+            try:
+                with unit.ambient.measured():
+                    phases, taken = _phases(one)
+                    seen = self.seen.setdefault((alike, memory), {})
+                    if key[0] is None and seen:
+                        did = _deeds(one, measure_phases(phases[_WHOLE], device=one.device))
+                        if did in seen:
+                            return seen[did]
+                    found = measure_phases(phases, device=one.device)
+                    one.compare()
+                    if alike not in self.seconds:
+                        self.seconds[alike] = _seconds(phases, taken, repeats)
+            except RuntimeError as error:
+                raise_again(error, f"layer {unit.name}")
             sizes = self.sizes[key] = _sizes(one, found, self.seconds[alike])
             seen[_deeds(one, found[_WHOLE])] = sizes
         return self.sizes[key]

@@ -23,7 +23,9 @@ from retrograde.models.refill import Unit, is_free
 from retrograde.replay.referents import MODULE_TABLES, Referents
 from retrograde.replay.surroundings import Ambient, version
 from retrograde.replay.trial import try_out
+from retrograde.run.core import hooked
 from retrograde.run.states import device_of
+from retrograde.run.transforms import hooks_of_all
 from retrograde.sizes.cache import signature
 
 
@@ -76,12 +78,8 @@ def try_call(
         return result
 
     device = device_of(*tensors)
-    try:
-        trial = try_out(call, layers, device, tensors_in)
-    except RuntimeError as error:
-        if "saved tensor hooks" not in str(error):
-            raise
-        raise CellError(f"layer {name} cannot be run again: {error}") from error
+    with hooked(f"layer {name}"):
+        trial = try_out(call, [*layers, *hooks_of_all()], device, tensors_in)
     outputs = tensors_in(trial.value)
     if any(t.layout is not torch.strided for t in (*tensors, *outputs)):
         raise CellError(f"layer {name} is given or returns a sparse tensor: expected dense ones")

@@ -170,13 +170,12 @@ class _Recurrence(torch.autograd.Function):
         run: Run = ctx.run
         parameters = run.core.parameters
         layout: Layout = ctx.layout
-        rerun = run.core.ambient.rerun(ctx.marks)
+        rerun = run.surrounded(ctx.marks)
         needs = ctx.needs_input_grad[_OTHERS:]
         if torch.is_grad_enabled():
             with rerun, ctx.autocast, muted_hooks([*parameters, *state]):
-                run.core.ambient.restore(ctx.before)
                 found = differentiable_gradients(
-                    run.core, layout, inputs, [state[i] for i in ctx.same], grads,
+                    run.core, layout, inputs, [state[i] for i in ctx.same], grads, ctx.before,
                     budgeted=ctx.budgeted,
                 )  # fmt: skip
             _check_unchanged(parameters, ctx.versions, found[len(inputs) + len(state) :])
@@ -200,8 +199,9 @@ class _Recurrence(torch.autograd.Function):
         with rerun, ctx.autocast, muted_hooks([*parameters, *state]):
             try:
                 if not ctx.fresh:
-                    run.core.ambient.restore(ctx.before)
-                    run.forward(read, [state[i] for i in ctx.same], discard)
+                    with run.without_trace():
+                        run.core.ambient.restore(ctx.before)
+                        run.forward(read, [state[i] for i in ctx.same], discard)
                 ctx.fresh = False
                 run.backward(read, gradients)
                 run.core.complete()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from retrograde.replay.surroundings import Snapshot
 from retrograde.replay.trees import Tensors
 from retrograde.run.core import Core
 from retrograde.run.layout import Layout
@@ -56,18 +57,22 @@ def differentiable_gradients(
     inputs: Tensors,
     state: Tensors,
     given: tuple[Tensor | None, ...],
+    before: Snapshot,
     *,
     budgeted: bool,
 ) -> list[Tensor | None]:
     """Return gradients of inputs, state and parameters that can be differentiated again.
 
-    ``given`` are the gradients of the outputs and of the state after all steps.
+    ``given`` are the gradients of the outputs and of the state after all steps, and ``before`` are
+    the surroundings before them.
     """
     if budgeted:
         warnings.warn(_BEYOND, stacklevel=2)
     gate = Gate()
     x, first = gate(inputs), gate(state)
-    outputs, after, parameters = core.ordinary(layout, x, first, gate)
+    with core.ambient.without_trace():
+        core.ambient.restore(before)
+        outputs, after, parameters = core.ordinary(layout, x, first, gate)
     pairs = [
         (y, g)
         for y, g in zip((*layout.joined(outputs), *after), given, strict=True)
