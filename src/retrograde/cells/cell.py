@@ -5,6 +5,7 @@ and the state, on flat lists of tensors.
 """
 
 import weakref
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -201,14 +202,26 @@ def largest_first(core: StepCore, inputs: Inputs, state: Tensors, step: int = 0)
     blocks = core.per_call > 1  # a compiled block is one operation
     if core.fused or blocks or not isinstance(inputs, InMemory):
         return inputs
-    best, seen = (0, 0), core.settled.seen
-    with core.ambient.measured():
-        for k in {0, min(step, len(inputs) - 1), len(inputs) // 2, len(inputs) - 1}:
-            core.settled.seen = 0
-            core.advance(inputs, k, [k + 1], state, lambda *_: None)
-            best = max(best, (core.settled.seen, -k))
-    core.settled.seen, first = max(seen, best[0]), -best[1]
+    looked = {0, min(step, len(inputs) - 1), len(inputs) // 2, len(inputs) - 1}
+    first = max(sorted(looked), key=lambda k: _operations(core, inputs, state, k))
     return From(inputs.layout, inputs.tensors, inputs.outputs, first) if first else inputs
+
+
+def _operations(core: StepCore, inputs: Inputs, state: Tensors, step: int) -> int:
+    """Return the number of operations that a step records."""
+    settled, before = core.settled, core.settled.seen
+    settled.seen = 0
+    with core.ambient.measured():
+        core.advance(inputs, step, [step + 1], state, lambda *_: None)
+    found, settled.seen = settled.seen, max(before, settled.seen)
+    return found
+
+
+def idle_steps(core: StepCore, inputs: Inputs, state: Tensors) -> int:
+    """Return how many steps record nothing before the first that does: those of a burn-in."""
+    if core.fused or core.per_call > 1 or _operations(core, inputs, state, 0):
+        return 0
+    return bisect_left(range(len(inputs)), 1, key=lambda k: _operations(core, inputs, state, k))
 
 
 def begin(
