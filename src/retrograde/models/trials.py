@@ -18,7 +18,7 @@ from retrograde.errors import CellError
 from retrograde.models.arguments import Arguments
 from retrograde.models.checks import Noted, Reruns
 from retrograde.models.draws import Draws
-from retrograde.models.given import Given, made_by, tensors_in
+from retrograde.models.given import Given, ResultBytes, made_by, tensors_in
 from retrograde.models.refill import Unit, is_free
 from retrograde.replay.referents import MODULE_TABLES, Referents
 from retrograde.replay.surroundings import Ambient, version
@@ -38,12 +38,14 @@ class Tried:
         wants: whether each tensor of its result requires a gradient.
         is_apart: whether its result has memory that its arguments have not.
         writes: whether it writes to its arguments.
+        made_bytes: what its operations made, if sizes among them depend on data; else None.
     """
 
     unit: Unit
     wants: tuple[bool, ...]
     is_apart: bool
     writes: bool
+    made_bytes: int | None
 
 
 def try_call(
@@ -58,7 +60,7 @@ def try_call(
     versions = [version(t) for t in tensors]
     saved: list[ref[Tensor]] = []
     drawn, reruns, ours = 0, Reruns(counts=False), set[int]()
-    noted = Noted(reruns)
+    noted, watch = Noted(reruns), ResultBytes()
 
     def pack(t: Tensor) -> Tensor:
         saved.append(ref(held := t.detach()))
@@ -71,7 +73,7 @@ def try_call(
         noted = Noted(reruns)
         args, kwargs, entered = Arguments(given.leaves, given.spec).enter(given.leaves)
         ours.update(map(id, entered))
-        with saved_tensors_hooks(pack, lambda t: t), Draws() as draws:
+        with saved_tensors_hooks(pack, lambda t: t), Draws() as draws, watch:
             result = forward(*args, **kwargs)
         noted.settle()
         drawn = max(drawn, draws.drawn)  # a trial that is watched draws as torch does
@@ -91,6 +93,7 @@ def try_call(
         wants=tuple(t.requires_grad for t in outputs),
         is_apart=any(t is not None and t.untyped_storage().nbytes() for t in made),
         writes=versions != [version(t) for t in tensors],
+        made_bytes=watch.nbytes if watch.varies else None,
     )
     del trial, outputs, made
     if any(one() is not None for one in saved):  # what a graph saved lives as long as that
