@@ -182,7 +182,8 @@ def same(mine: Any, theirs: Any, tolerance: float) -> bool:
     if isinstance(mine, Tensor) and isinstance(theirs, Tensor):
         if torch.equal(mine, theirs):
             return True
-        if mine.shape != theirs.shape or mine.dtype != theirs.dtype or not mine.is_floating_point():
+        is_real = mine.is_floating_point() or mine.is_complex()
+        if mine.shape != theirs.shape or mine.dtype != theirs.dtype or not is_real:
             return False
         return bool((mine - theirs).norm() <= tolerance * theirs.norm())
     if isinstance(mine, float) and isinstance(theirs, float):

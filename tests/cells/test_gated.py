@@ -16,6 +16,7 @@ import retrograde as rg
 from oracles.hooks import CHANGES, Changed
 from oracles.loops import assert_near, gradients, least, leaves_of, loop
 from retrograde.cells.gated import GatedCore
+from retrograde.kernels import formulas
 
 DOUBLE = torch.float64
 
@@ -287,9 +288,18 @@ def test_a_number_that_a_step_reads_may_change():
     cell = Leaky(5, 6, dtype=DOUBLE)
     x, state = data(cell, 60, 8)
     found = []
-    for FACTOR in (0.5, 0.25):  # noqa: B007
+
+    def compare():
         found.append(results(loop, cell, x, state))
         assert_near(results(within("60%"), cell, x, state), found[-1])
+        return formulas._compiled.cache_info().misses
+
+    compiled, FACTOR = [compare()], 0.25
+    with pytest.warns(RuntimeWarning, match="a number that it reads has changed"):
+        compiled.append(compare())
+    FACTOR = 0.2
+    assert {*compiled, compare()} == {compiled[0]}  # nothing is compiled anew
+    FACTOR = 0.5
     assert not found[0][0].allclose(found[1][0])
 
 

@@ -1706,6 +1706,26 @@ def test_data_that_need_more_are_noticed_in_their_pass(recwarn):
         trained(less, many)
 
 
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("share", ["60%", "100%"])
+def test_data_that_need_more_are_noticed_in_a_sequential(share, recwarn):
+    theirs, few, many = nn.Sequential(*Blocks(Picking).blocks), rows_of(256), rows_of(256)
+    ours = rg.Sequential(*Blocks(Picking).blocks, memory=share)
+    few[:, 0], many[:, 0] = -50, 50
+    few[:160, 0] = 50
+    allowed = ours.fit(few).budget_bytes
+    same(trained(ours, few), trained(theirs, few))
+    assert not recwarn.list
+    with pytest.warns(UserWarning, match=rf"needs \d+ bytes of the {allowed} allowed"):
+        same(trained(ours, many), trained(theirs, many))
+    recwarn.clear()
+    same(trained(ours, many), trained(theirs, many))
+    found = ours.fit(many)
+    assert found.budget_bytes > allowed  # a share of what is held for these data
+    assert working_bytes(ours, many) <= found.budget_bytes + many.nbytes + LOSS
+    assert not recwarn.list
+
+
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("memory", ["least", "40%", "80%"])
 @pytest.mark.parametrize("change", ["new", "frozen", "assigned", "evaluated"])

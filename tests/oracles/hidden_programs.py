@@ -22,8 +22,12 @@ import gc
 import inspect
 import io
 import itertools
+import logging
+import multiprocessing
 import os
+import queue
 import random
+import sqlite3
 import sys
 import tempfile
 import threading
@@ -41,6 +45,8 @@ from torch.autograd import Function
 from torch.nn import functional
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils.checkpoint import checkpoint
+
+import retrograde as rg
 
 __all__ = ["PROGRAMS", "Habit", "World"]
 
@@ -1356,6 +1362,577 @@ def _(w):
         y = x + net.b(h)
         h.mul_(0.5)
         return y + 0.1 * net.b(h)
+
+    return f
+
+
+# What backward passes draw and change.
+
+
+@program("gradient noise that a hook draws, beside dropout")
+def _(w):
+    def f(net, x):
+        h = functional.dropout(torch.tanh(net.a(x)), 0.2)
+        if h.requires_grad:
+            h.register_hook(lambda g: g + 0.1 * torch.randn_like(g))
+        return x + net.b(h)
+
+    return f
+
+
+class Rounded(Function):
+    """Its backward pass draws, as stochastic rounding of gradients does."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * (1 + 0.1 * torch.rand_like(g).round())
+
+
+@program("a Function whose backward pass draws, beside dropout")
+def _(w):
+    return lambda net, x: functional.dropout(x + net.b(Rounded.apply(torch.tanh(net.a(x)))), 0.2)
+
+
+class Reversed(Function):
+    """Reverses gradients, by a factor that grows with its backward passes."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.w = w
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        ctx.w.n += 1
+        return -0.1 * few(ctx.w.n) * g, None
+
+
+@program("a gradient reversal whose factor grows with each backward pass")
+def _(w):
+    return lambda net, x: x + net.b(Reversed.apply(torch.tanh(net.a(x)), w))
+
+
+@program("statistics of gradients in a buffer, beside those of activations")
+def _(w):
+    def prepare(net):
+        net.register_buffer("of_x", torch.zeros(w.width, dtype=w.dtype))
+        net.register_buffer("of_g", torch.zeros(w.width, dtype=w.dtype))
+
+    def f(net, x):
+        with torch.no_grad():
+            net.of_x.mul_(0.9).add_(x.mean(0), alpha=0.1)
+
+        def hook(g):
+            net.of_g.mul_(0.9).add_(g.mean(0), alpha=0.1)
+
+        y = body(net, x * (1 + net.of_x + net.of_g))
+        if y.requires_grad:
+            y.register_hook(hook)
+        return y
+
+    w.prepare = prepare
+    return f
+
+
+@program("a backward hook of the node, which scales by a count")
+def _(w):
+    def hook(given, got):
+        w.n += 1
+        return tuple(None if g is None else few(w.n) * g for g in given)
+
+    def f(net, x):
+        h = torch.tanh(net.a(x))
+        if h.grad_fn is not None:
+            h.grad_fn.register_hook(hook)
+        return x + net.b(h)
+
+    return f
+
+
+@program("a full backward pre-hook that counts and scales")
+def _(w):
+    def hook(net, got):
+        w.n += 1
+        return tuple(few(w.n) * g for g in got)
+
+    w.prepare = lambda net: net.b.register_full_backward_pre_hook(hook)
+    return body
+
+
+# Routing, caches and schedules.
+
+
+@program("experts whose use is counted and evened out")
+def _(w):
+    def prepare(net):
+        net.register_buffer("used", torch.zeros(4, dtype=w.dtype))
+
+    def f(net, x):
+        parts = net.a(x).unflatten(-1, (4, -1))
+        best = (parts.detach().mean(-1) - 0.1 * net.used).argmax(-1)
+        with torch.no_grad():
+            net.used += functional.one_hot(best, 4).sum(0)
+        gate = functional.one_hot(best, 4).to(x.dtype).unsqueeze(-1)
+        return x + net.b((torch.tanh(parts) * gate).flatten(-2))
+
+    w.prepare = prepare
+    return f
+
+
+@program("an auxiliary loss that layers add to a list")
+def _(w):
+    w.ways, w.losses = CHAIN, []
+
+    def drive(model, x, v):
+        w.losses.clear()
+        y = model(x)
+        ((y * v).sum() + 0.1 * sum(w.losses)).backward()
+        return y
+
+    def f(net, x):
+        h = net.a(x)
+        w.losses.append(h.square().mean())
+        return x + net.b(torch.tanh(h))
+
+    w.drive, w.told = drive, lambda: None
+    return f
+
+
+@program("a weak dictionary of scales by weight, for each version")
+def _(w):
+    known = weakref.WeakKeyDictionary()
+
+    def f(net, x):
+        if known.get(net, (None,))[0] != net.a.weight._version:
+            known[net] = net.a.weight._version, float(net.a.weight.detach().norm())
+        return body(net, x, 1 / known[net][1])
+
+    return f
+
+
+@program("a cache keyed by the identity of the input")
+def _(w):
+    known = {}
+    w.after = lambda model: known.clear()
+
+    def f(net, x):
+        if id(x) not in known:
+            w.n += 1
+            known[id(x)] = few(w.n)
+        return body(net, x, known[id(x)])
+
+    return f
+
+
+@program("keys and values of this pass, which later layers read")
+def _(w):
+    w.ways, w.keys = CHAIN, []
+    w.after = lambda model: w.keys.clear()
+
+    def f(net, x):
+        w.keys.append(net.a(x))
+        kept = torch.stack(w.keys)
+        return x + net.b(torch.tanh((kept.softmax(0) * kept).sum(0)))
+
+    w.told = lambda: None
+    return f
+
+
+@program("a rate that falls from call to call, in a tensor attribute")
+def _(w):
+    w.prepare = lambda net: setattr(net, "rate", torch.tensor(1.0, dtype=w.dtype))
+
+    def f(net, x):
+        net.rate = net.rate * 0.97
+        return body(net, x, net.rate)
+
+    return f
+
+
+@program("a buffer that each call replaces by another")
+def _(w):
+    w.prepare = lambda net: net.register_buffer("mean", torch.zeros(w.width, dtype=w.dtype))
+
+    def f(net, x):
+        net.mean = 0.9 * net.mean + 0.1 * x.detach().mean(0)
+        return body(net, x, 1 + net.mean.mean())
+
+    return f
+
+
+@program("observers of the least and the greatest number, in Python")
+def _(w):
+    w.prepare = lambda net: vars(net).update(least=0.0, most=0.0)
+
+    def f(net, x):
+        net.least, net.most = min(net.least, float(x.min())), max(net.most, float(x.max()))
+        return body(net, x, 1 / (net.most - net.least))
+
+    return f
+
+
+@program("a scale that doubles after calls without overflow")
+def _(w):
+    w.scale, w.good = 1.0, 0
+    w.told = lambda: (w.scale, w.good)
+
+    def f(net, x):
+        y = body(net, x, w.scale)
+        w.good = w.good + 1 if bool(y.isfinite().all()) else 0
+        if w.good % 3 == 0:
+            w.scale = 1.5 if w.scale == 0.75 else 0.75
+        return y
+
+    return f
+
+
+@program("counts in an array of NumPy's")
+def _(w):
+    counts = np.zeros(2)
+    w.told = lambda: counts.tolist()
+
+    def f(net, x):
+        counts[1] += 1
+        return body(net, x, few(int(counts[1])))
+
+    return f
+
+
+@program("a count in a data base")
+def _(w):
+    base = sqlite3.connect(":memory:")
+    base.execute("create table calls (n)")
+    w.told = lambda: base.execute("select count(*) from calls").fetchone()[0]
+    w.close = base.close
+
+    def f(net, x):
+        base.execute("insert into calls values (1)")
+        return body(net, x, few(w.told()))
+
+    return f
+
+
+@program("a count in shared memory")
+def _(w):
+    count = multiprocessing.Value("i", 0)
+    w.told = lambda: count.value
+
+    def f(net, x):
+        with count.get_lock():
+            count.value += 1
+        return body(net, x, few(count.value))
+
+    return f
+
+
+@program("a semaphore that each call lowers")
+def _(w):
+    free = threading.Semaphore(10_000)
+    w.told = lambda: free._value
+
+    def f(net, x):
+        free.acquire()
+        return body(net, x, few(free._value))
+
+    return f
+
+
+@program("a coroutine that is sent the means")
+def _(w):
+    def averaged():
+        mean = 1.0
+        while True:
+            mean = 0.9 * mean + 0.1 * (yield mean)
+
+    average = averaged()
+    next(average)
+    return lambda net, x: body(net, x, average.send(float(x.detach().abs().mean())))
+
+
+@program("the records that a logger has handled")
+def _(w):
+    class Counts(logging.Handler):
+        def emit(self, record):
+            w.n += 1
+
+    logger = logging.Logger("programs")
+    logger.addHandler(Counts())
+
+    def f(net, x):
+        logger.warning("called")
+        return body(net, x, few(w.n))
+
+    return f
+
+
+# Weights and graphs made at each call.
+
+
+@program("weights that a step freezes and thaws")
+def _(w):
+    w.ways = CHAIN
+
+    def f(net, x):
+        w.n += 1
+        net.a.weight.requires_grad_(w.n % 3 != 0)
+        return body(net, x)
+
+    w.told = lambda: w.n % 3
+    return f
+
+
+@program("weights dropped at each call, under the name of the weight")
+def _(w):
+    def prepare(net):
+        raw = net.a.weight
+        del net.a._parameters["weight"]
+        net.a.register_parameter("weight_raw", nn.Parameter(raw.detach()))
+        net.a.weight = raw.detach()
+
+    def f(net, x):
+        net.a.weight = functional.dropout(net.a.weight_raw, 0.2)
+        return body(net, x)
+
+    w.prepare = prepare
+    return f
+
+
+@program("a weight's numbers exchanged between the passes")
+def _(w):
+    w.ways = (*CHAIN, "unroll", "Recurrent")
+
+    def between(model):
+        for p in model.parameters():
+            p.data = 1.1 * p.data
+
+    w.between = between
+    return body
+
+
+@program("a layer exchanged between the passes")
+def _(w):
+    w.ways = (*CHAIN, "unroll", "Recurrent")
+
+    def between(model):
+        for net in (m for m in model.modules() if isinstance(m, Habit)):
+            net.shape = nn.Tanh() if w.n % 2 else nn.Sigmoid()
+        w.n += 1
+
+    w.between, w.prepare = between, lambda net: setattr(net, "shape", nn.Tanh())
+    return lambda net, x: x + net.b(net.shape(net.a(x)))
+
+
+@program("torch.vmap within a layer")
+def _(w):
+    return lambda net, x: x + net.b(torch.vmap(lambda row: torch.tanh(row) * row.sum())(net.a(x)))
+
+
+@program("torch.func.jvp within a layer")
+def _(w):
+    def f(net, x):
+        h = net.a(x)
+        return x + net.b(torch.func.jvp(torch.tanh, (h,), (h.cos(),))[1])
+
+    return f
+
+
+@program("no hooks for saved tensors within a layer")
+def _(w):
+    def f(net, x):
+        with torch.autograd.graph.disable_saved_tensors_hooks("not here"):
+            return body(net, x)
+
+    return f
+
+
+@program("checkpoint within checkpoint")
+def _(w):
+    def inner(net, x):
+        return torch.tanh(checkpoint(net.a, x, use_reentrant=False))
+
+    return lambda net, x: x + net.b(checkpoint(inner, net, x, use_reentrant=False))
+
+
+@program("a reentrant checkpoint with a count")
+def _(w):
+    def inner(net, x):
+        w.n += 1
+        return torch.tanh(net.a(x))
+
+    w.told = lambda: None
+    return lambda net, x: x + net.b(checkpoint(inner, net, x, use_reentrant=True))
+
+
+@program("a lean part within a layer")
+def _(w):
+    def f(net, x):
+        with rg.lean():
+            return body(net, x)
+
+    return f
+
+
+@program("saved tensors packed by the layer itself")
+def _(w):
+    def pack(t):
+        w.n += 1
+        return t.clone()
+
+    def f(net, x):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            return functional.dropout(body(net, x), 0.2)
+
+    w.told = lambda: None
+    return f
+
+
+@program("asks whether a backward pass is running")
+def _(w):
+    def f(net, x):
+        return body(net, x, 1.1 if torch._C._current_graph_task_id() < 0 else 0.7)
+
+    return f
+
+
+@program("asks whether hooks save its tensors")
+def _(w):
+    w.ways = ("budget", "Sequential", *CELL)  # a lean pass is such hooks
+
+    def f(net, x):
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return body(net, x, 1.1 if hooks is None else 0.7)
+
+    return f
+
+
+@program("asks for the size of its input's memory")
+def _(w):
+    return lambda net, x: body(net, x, 1.1 if x.untyped_storage().nbytes() == x.nbytes else 0.7)
+
+
+@program("asks whether a mode of torch's functions is on")
+def _(w):
+    w.ways = ("budget", "Sequential", *CELL)  # a lean pass is such a mode
+
+    def f(net, x):
+        modes = torch.overrides._get_current_function_mode_stack()
+        return body(net, x, 1.1 if not modes else 0.7)
+
+    return f
+
+
+# Tensors of other kinds.
+
+
+@program("a learnt filter of complex numbers")
+def _(w):
+    def prepare(net):
+        kind = torch.complex128 if w.dtype == torch.float64 else torch.complex64
+        net.filter = nn.Parameter(torch.randn(w.width + 1, dtype=kind))
+
+    def f(net, x):
+        waves = torch.fft.rfft(net.a(x)) * net.filter
+        return x + net.b(torch.tanh(torch.fft.irfft(waves, 2 * w.width)))
+
+    w.prepare = prepare
+    return f
+
+
+@program("complex states between the layers")
+def _(w):
+    w.ways, w.call = CHAIN, lambda layer, x: layer(x)
+
+    def f(net, x):
+        real = x.real if x.is_complex() else x
+        y = body(net, real)
+        return y if net.number == 4 else torch.complex(y, 0.1 * real)
+
+    return f
+
+
+@program("a product with a sparse table that counts its uses")
+def _(w):
+    table = torch.eye(2 * w.width, dtype=w.dtype).roll(1, 0).to_sparse()
+
+    def f(net, x):
+        w.n += 1
+        return x + net.b(torch.sparse.mm(few(w.n) * table, torch.tanh(net.a(x)).t()).t())
+
+    return f
+
+
+@program("a subclass that counts the functions that it meets")
+def _(w):
+    class Counted(Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            w.n += 1
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    def f(net, x):
+        scale = few(w.n)
+        h = net.a(x).as_subclass(Counted)
+        return x + net.b(torch.tanh(scale * h).as_subclass(Tensor))
+
+    return f
+
+
+@program("a result without its auxiliary part")
+def _(w):
+    w.ways, w.call = ("budget", "lean"), lambda layer, x: layer(x)[0]
+    return lambda net, x: (body(net, x), None)
+
+
+@program("a generator as the result")
+def _(w):
+    w.ways, w.call = ("budget", "lean"), lambda layer, x: sum(layer(x))
+
+    def f(net, x):
+        h = torch.tanh(net.a(x))
+        yield x
+        w.n += 1
+        yield few(w.n) * net.b(h)
+
+    return f
+
+
+@program("views of the result written in place")
+def _(w):
+    def f(net, x):
+        y = body(net, x)
+        w.n += 1
+        y[..., ::2].mul_(few(w.n))
+        y[..., :3] += 0.1 * x[..., -3:]
+        return y
+
+    return f
+
+
+@program("numbers that another thread puts into a queue")
+def _(w):
+    numbers = queue.Queue()
+    w.pool = ThreadPoolExecutor(1)
+    w.close = w.pool.shutdown
+    count = itertools.count()
+
+    def f(net, x):
+        w.pool.submit(lambda: numbers.put(few(next(count)))).result()
+        return body(net, x, numbers.get())
+
+    w.told = lambda: repr(count)
+    return f
+
+
+@program("a generator seeded by the call's number")
+def _(w):
+    def f(net, x):
+        w.n += 1
+        generator = torch.Generator().manual_seed(w.n)
+        return body(net, x, torch.rand((), generator=generator, dtype=x.dtype))
 
     return f
 

@@ -5,6 +5,7 @@ and the state, on flat lists of tensors.
 """
 
 import weakref
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,7 @@ from retrograde.run.layout import From, InMemory, Inputs
 from retrograde.run.prints import Prints
 from retrograde.run.settled import Settled
 from retrograde.run.states import Like, device_of, each_once, entry, like_of, with_attributes
+from retrograde.run.transforms import hooks_of_all
 
 Cell = Callable[[Any, Any], tuple[Any, Any]]
 _AFTER = "state that the cell returned"
@@ -152,7 +154,7 @@ def examine(
     device = device_of(*state, *inputs)
     _check_trackable([*inputs, *state])
     x = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
-    made_of = [cell] if made_of is None else made_of
+    made_of = [*([cell] if made_of is None else made_of), *hooks_of_all()]
     step = _Trying(cell, x, input_spec, state, state_spec)
     trial = try_out(step, made_of, device, _tensors_of, reruns=reruns)
     core = _core_like(trial.value[0], cell, input_spec, state, state_spec, device)
@@ -207,14 +209,26 @@ def largest_first(core: StepCore, inputs: Inputs, state: Tensors, step: int = 0)
     blocks = core.per_call > 1  # a compiled block is one operation
     if core.fused or blocks or not isinstance(inputs, InMemory):
         return inputs
-    best, seen = (0, 0), core.settled.seen
-    with core.ambient.measured():
-        for k in {0, min(step, len(inputs) - 1), len(inputs) // 2, len(inputs) - 1}:
-            core.settled.seen = 0
-            core.advance(inputs, k, [k + 1], state, lambda *_: None)
-            best = max(best, (core.settled.seen, -k))
-    core.settled.seen, first = max(seen, best[0]), -best[1]
+    looked = {0, min(step, len(inputs) - 1), len(inputs) // 2, len(inputs) - 1}
+    first = max(sorted(looked), key=lambda k: _operations(core, inputs, state, k))
     return From(inputs.layout, inputs.tensors, inputs.outputs, first) if first else inputs
+
+
+def _operations(core: StepCore, inputs: Inputs, state: Tensors, step: int) -> int:
+    """Return the number of operations that a step records."""
+    settled, before = core.settled, core.settled.seen
+    settled.seen = 0
+    with core.ambient.measured():
+        core.advance(inputs, step, [step + 1], state, lambda *_: None)
+    found, settled.seen = settled.seen, max(before, settled.seen)
+    return found
+
+
+def idle_steps(core: StepCore, inputs: Inputs, state: Tensors) -> int:
+    """Return how many steps record nothing before the first that does: those of a burn-in."""
+    if core.fused or core.per_call > 1 or _operations(core, inputs, state, 0):
+        return 0
+    return bisect_left(range(len(inputs)), 1, key=lambda k: _operations(core, inputs, state, k))
 
 
 def begin(

@@ -13,6 +13,7 @@ from retrograde.cells.cell import (
     as_pair,
     begin,
     examine,
+    idle_steps,
     largest_first,
     later_state,
 )
@@ -33,7 +34,7 @@ from retrograde.run.settled import Settled
 from retrograde.run.transforms import is_transformed, is_unreal, refuse_transforms, uncompiled
 from retrograde.schedule import Schedule
 from retrograde.sizes.cache import CellFits, LRUCache, signature
-from retrograde.sizes.footprint import footprint, grown, step_bytes
+from retrograde.sizes.footprint import footprint, grown, partly_idle, step_bytes
 from retrograde.units import Memory, parse_memory
 
 # A cell is measured once for its shapes, and a schedule fitted once for a budget.
@@ -215,6 +216,9 @@ class CellCall:
             sizes = footprint(core, measured, later, memory=memory, first=states)
             if not self.compile:  # where a block is one operation
                 sizes = grown(sizes, settled.planned / max(1, core.settled.seen))
+            if idle := idle_steps(core, inputs, later):
+                given = sum(shape.numel() * kind.itemsize for shape, kind, _ in core.output_like)
+                sizes = partly_idle(sizes, idle, len(inputs), given)
             return fit_measured(core, measured, later, memory, sizes)[0]
 
         parts = [core.found]

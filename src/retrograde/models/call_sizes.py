@@ -5,7 +5,8 @@ one that is kept whole, lean, or dropped. So measuring holds what one call takes
 of its parameters. It leaves no trace.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -15,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from retrograde.errors import BudgetError, CellError
-from retrograde.machine import now
-from retrograde.models.given import Given, tensors_in
+from retrograde.machine import MEASURING, now
+from retrograde.models.given import Given, ResultBytes, tensors_in
 from retrograde.models.phases import RERUN_BYTES, TURNED, Phases, Weights
 from retrograde.models.refill import DROPPED, DROPPED_LEAN, KEPT, LEAN, Unit
 from retrograde.models.trials import make_of, parts_of, tensors_of, texts_of
@@ -31,12 +32,14 @@ from retrograde.plan.calls import (
     one_after_the_other,
     peak_of,
 )
+from retrograde.run.core import raise_again
 from retrograde.run.transforms import is_unreal, refuse_sharded, refuse_transforms
 from retrograde.sizes.allocations import Phase, measure_phases
 from retrograde.sizes.cache import LRUCache
 from retrograde.units import format_bytes
 
 _MARK_BYTES = 8  # one number, which tells a generator's position before and after a run
+_ALIKE = 65 / 64  # bytes of two calls
 _ROUNDS = 3
 _MORE_SECONDS = 0.03  # a call that takes longer in all ways is timed once more, not thrice
 
@@ -72,9 +75,42 @@ class Known:
     raw: list[CallSizes] = field(default_factory=list)
     most: dict[int, int] = field(default_factory=dict)
 
-    def add(self, unit: Unit, found: CallSizes, *, last: bool) -> None:
-        """Add the next call. What it hands on of what the call before made is held throughout. A
-        gradient that it hands on may wait in larger memory, or have to be copied."""
+    def add(self, unit: Unit, found: CallSizes, *, last: bool, made: int | None = None) -> None:
+        """Add the next call, whose operations ``made`` so many bytes, if that depends on data."""
+        if made is not None:
+            self.most[len(self.raw)] = made
+        self.raw.append(found)
+        self._add(unit, found, last=last)
+
+    @contextmanager
+    def watched(
+        self, at: int, layers: Sequence[nn.Module], given: Given,
+        made: Sequence[Tensor | None] | None,
+    ) -> Iterator[list[str]]:  # fmt: skip
+        """Notice, of a call whose sizes depend on data, if it takes more than any before (rule 12).
+        Then it is measured anew, and its name is in the list that the block gets."""
+        grew = list[str]()
+        if at not in self.most:
+            yield grew
+            return
+        with ResultBytes() as found:
+            yield grew
+        if found.nbytes <= self.most[at] * _ALIKE:
+            return
+        with MEASURING:
+            self.raw[at] = Plans().measure(self.units[at], layers, given, made, self.tied)
+            self.most[at] = found.nbytes
+            units, self.units, self.sizes = self.units, [], []
+            for k, one in enumerate(zip(units, self.raw, strict=True)):
+                self._add(*one, last=k + 1 == len(units))
+            self.settle()
+            self.plans.clear()
+            vars(self).pop("least_bytes", None)
+        grew.append(self.units[at].name)
+
+    def _add(self, unit: Unit, found: CallSizes, *, last: bool) -> None:
+        """Add a call. What it hands on of what the call before made is held throughout. A gradient
+        that it hands on may wait in larger memory, or have to be copied."""
         handed = found.handed_bytes if self.sizes else 0
         for at in range(len(self.sizes) - 1, -1, -1) if found.apart_bytes else ():
             self.sizes[at] = self.sizes[at].held_back(found.apart_bytes)
@@ -212,17 +248,20 @@ class Plans:
             one = Phases(unit, given, [t for t in made if t is not None], tied, first=first)
             shapes = [[(p.shape, p.requires_grad) for p in m.parameters(False)] for m in parts]
             alike = tuple(map(type, parts)), str(shapes), kind
-            with unit.ambient.measured():
-                phases, taken = _phases(one)
-                seen = self.seen.setdefault((alike, memory), {})
-                if key[0] is None and seen:
-                    did = _deeds(one, measure_phases(phases[_WHOLE], device=one.device))
-                    if did in seen:
-                        return seen[did]
-                found = measure_phases(phases, device=one.device)
-                one.compare()
-                if alike not in self.seconds:
-                    self.seconds[alike] = _seconds(phases, taken, repeats)
+            try:
+                with unit.ambient.measured():
+                    phases, taken = _phases(one)
+                    seen = self.seen.setdefault((alike, memory), {})
+                    if key[0] is None and seen:
+                        did = _deeds(one, measure_phases(phases[_WHOLE], device=one.device))
+                        if did in seen:
+                            return seen[did]
+                    found = measure_phases(phases, device=one.device)
+                    one.compare()
+                    if alike not in self.seconds:
+                        self.seconds[alike] = _seconds(phases, taken, repeats)
+            except RuntimeError as error:
+                raise_again(error, f"layer {unit.name}")
             sizes = self.sizes[key] = _sizes(one, found, self.seconds[alike])
             seen[_deeds(one, found[_WHOLE])] = sizes
         return self.sizes[key]

@@ -9,6 +9,7 @@ Measured times decide which plan is fastest, and they vary from run to run. So a
 follow another plan; its gradient is the same, bit for bit.
 """
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -130,14 +131,19 @@ class ChainPlans(Plans):
         kind = self._kind(net, input) if torch.is_grad_enabled() else None
         if kind is None:
             return None
-        plan = kind.plan(as_bytes(memory, kind.ordinary_bytes))
-        if kind.is_ordinary(plan):
+        plan = kind.plan(room := as_bytes(memory, kind.ordinary_bytes))
+        if kind.is_ordinary(plan) and not kind.most:
             return None
         row, before, value, made = Row(plan, kind.tied), None, input, list[Tensor | None]()
+        larger: list[str] = []
         for number, unit in enumerate(kind.units):
             given = Given((value,))
-            value, before = row.run(number, unit, unit.forward, given, made, before)
-            made = made_by(value, given.leaves)
+            with kind.watched(number, [net], given, made if number else None) as grew:
+                value, before = row.run(number, unit, unit.forward, given, made, before)
+            made, larger = made_by(value, given.leaves), [*larger, *grew]
+        if larger and (need := peak_of(kind.sizes, plan)) > room:
+            told = _GROWS.format(larger[0], need, room, kind.least_bytes)
+            warnings.warn(told, stacklevel=4)
         return value
 
     def _kind(self, net: nn.Sequential, input: Any) -> Known | None:
@@ -147,6 +153,11 @@ class ChainPlans(Plans):
 
 
 Layers = Sequence[tuple[str, nn.Module]]
+_GROWS = (
+    "layer {} takes more for these data than for all data of the same shapes before: this pass "
+    "needs {} bytes of the {} allowed; the next ones keep a budget of at least {}; let the first "
+    "call have the data that need the most"
+)
 _NOTHING = (
     "there is nothing to backpropagate: expected a layer with a parameter, or an input, that "
     "requires a gradient, and no meta or fake tensors"
@@ -217,7 +228,7 @@ def measured(layers: Layers, input: Any, plans: Plans, repeats: int | None = Non
         modules, given = [layer for _, layer in layers[:size]], Given((value,))
         # The unit's result is not held meanwhile, but computed once more.
         found = plans.measure(tried.unit, modules, given, made, kind.tied, repeats)
-        kind.add(tried.unit, found, last=size == len(layers))
+        kind.add(tried.unit, found, last=size == len(layers), made=tried.made_bytes)
         if size < len(layers):
             value = _result(tried, value)
             made = made_by(value, given.leaves)

@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from retrograde.errors import CellError, RetrogradeError
 from retrograde.models.recipes import unpack
 from retrograde.models.tape import LeanTape
+from retrograde.run.core import hooked
 from retrograde.units import format_bytes
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -53,6 +54,7 @@ class Lean:
             fsdp = sys.modules.get("torch.distributed._composable_state")
             sharded = bool(getattr(fsdp, "_module_state_mapping", None))
             self._tape, self._stack = LeanTape(parameters_stay=not sharded), ExitStack()
+            self._stack.enter_context(hooked("a lean pass"))
             self._stack.callback(self._tape.close)
             self._stack.enter_context(self._tape)
             self._stack.enter_context(saved_tensors_hooks(self._tape.pack, unpack))
@@ -60,8 +62,8 @@ class Lean:
 
     def __exit__(self, *error: Any) -> None:
         if self._stack is not None and not torch.compiler.is_compiling():
-            self._stack.close()
-            self._stack = None
+            stack, self._stack = self._stack, None
+            stack.__exit__(*error)
 
     def __str__(self) -> str:
         if self.aside is not None:

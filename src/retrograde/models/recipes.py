@@ -47,8 +47,12 @@ def shape_of(tensor: Tensor) -> _Shape:
     return tensor.size(), tensor.stride(), tensor.storage_offset()
 
 
-def overwritten(size: torch.Size, found: int, expected: int) -> RuntimeError:
-    return RuntimeError(
+class _OverwrittenError(RetrogradeError, RuntimeError):
+    """What autograd raises too."""
+
+
+def overwritten(size: torch.Size, found: int, expected: int) -> Exception:
+    return _OverwrittenError(
         "one of the variables needed for gradient computation has been modified by an inplace "
         f"operation: a tensor of sizes {list(size)} is at version {found}; expected version "
         f"{expected} instead"

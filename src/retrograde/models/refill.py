@@ -39,7 +39,7 @@ from retrograde.replay.surroundings import (
 )
 from retrograde.replay.switches import autocast_as_now, cast_context
 from retrograde.replay.trees import Tensors
-from retrograde.run.core import unsaved
+from retrograde.run.core import raise_again, unsaved
 
 State = Sequence[Tensor | None]  # what a call made that the next one is given
 
@@ -184,8 +184,11 @@ class Dropped:
     def advance(self, state: State) -> Tensors:
         """Run the call, keep nothing, and return the tensors of its result."""
         args, kwargs, _ = self._arguments(state)
-        with unsaved(), self._again():
-            return tensors_in(self.unit.forward(*args, **kwargs))
+        try:
+            with unsaved(), self._again():
+                return tensors_in(self.unit.forward(*args, **kwargs))
+        except Exception as error:
+            raise_again(error, f"layer {self.unit.name}")
 
     def refill(self) -> None:
         """Run the call again, and fill what it saved."""
@@ -214,9 +217,9 @@ class Dropped:
             refill.finish()
         except _EndedError:
             pass
-        except RuntimeError as error:  # TorchScript's, in place of ours
-            if not refill.ended or "TorchScript" not in str(error):
-                raise
+        except Exception as error:
+            if not (refill.ended or refill.error):  # else TorchScript's, in place of ours
+                raise_again(error, f"layer {self.unit.name}")
         if refill.error is not None:
             raise refill.error
         if first and refill.ended:

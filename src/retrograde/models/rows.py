@@ -30,15 +30,13 @@ from torch.nn.modules.dropout import _DropoutNd
 from retrograde.errors import CellError
 from retrograde.machine import MEASURING
 from retrograde.models.call_sizes import Known, Plans
-from retrograde.models.given import Given, ResultBytes, made_by, tensors_in
+from retrograde.models.given import Given, made_by, tensors_in
 from retrograde.models.phases import Weights
 from retrograde.models.refill import Dropped, Row
-from retrograde.models.timeline import Handed, Pass, Timeline, sum_up, where
+from retrograde.models.timeline import Handed, Pass, Timeline, where
 from retrograde.models.trials import try_call
 from retrograde.run.transforms import uncompiled
 from retrograde.sizes.elsewhere import Elsewhere
-
-_ALIKE = 65 / 64  # bytes of two calls
 
 
 class RowForward:
@@ -209,12 +207,19 @@ class CalledRow:
             made, at = now.made_of(given), now.kind.active.index(k)
             if now.calls is not None:
                 self._measure(now.kind, at, given, made if at else None)
-            with self._watching(now.kind, at, given, made):
+            watch = (
+                nullcontext()
+                if self.seen is not None
+                else now.kind.watched(at, self.layers[k], given, made if at else None)
+            )
+            with watch as grew:
                 if now.calls is None:
                     result = forward(*args, **kwargs)
                 else:
                     run = now.calls.run
                     result, now.last = run(at, now.kind.units[at], forward, given, made, now.last)
+            if grew:
+                self.timeline.grows(now.kind.units[at].name, now.kind)
             if self.elsewhere is not None:
                 self._looks(at, given, made, now.last)
         if now is not None and number + 1 < len(self.calls):
@@ -234,27 +239,6 @@ class CalledRow:
         if self.elsewhere is not None:
             self.results += map(ref, tensors_in(result))
         return result
-
-    @contextmanager
-    def _watching(
-        self, kind: Known, at: int, given: Given, made: Sequence[Tensor | None]
-    ) -> Iterator[None]:
-        """Notice, of a call whose sizes depend on data, if it takes more than any before (rule 12).
-        Then it is measured anew, and the next pass has another plan."""
-        if self.seen is not None or at not in kind.most:
-            yield
-            return
-        with ResultBytes() as found:
-            yield
-        if found.nbytes <= kind.most[at] * _ALIKE:
-            return
-        layers, unit = self.layers[kind.active[at]], kind.units[at]
-        with MEASURING:
-            state = made if at else None
-            kind.raw[at] = Plans().measure(unit, layers, given, state, self.tied)
-            kind.most[at] = found.nbytes
-            sum_up(kind)
-        self.timeline.grows(unit.name, kind)
 
     def _looks(
         self, at: int, given: Given, made: Sequence[Tensor | None], call: Dropped | None
@@ -357,24 +341,17 @@ class CalledRow:
         k = kind.active[at]
         layers = self.layers[k]
 
-        watch: ResultBytes | None = ResultBytes()
-
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with watch or nullcontext():
-                value = own_forward(layers[0])(*args, **kwargs)
-                for rider in layers[1:]:
-                    value = own_forward(rider)(value)
+            value = own_forward(layers[0])(*args, **kwargs)
+            for rider in layers[1:]:
+                value = own_forward(rider)(value)
             return value
 
         with MEASURING:  # another thread may be measuring the same
             if len(kind.sizes) == at:
-                unit = try_call(self.names[k], forward, layers, given).unit
-                if watch is not None and watch.varies:
-                    kind.most[at] = watch.nbytes
-                watch = None
-                found = self.plans.measure(unit, layers, given, made, self.tied)
-                kind.raw.append(found)
-                kind.add(unit, found, last=at + 1 == len(kind.active))
+                tried = try_call(self.names[k], forward, layers, given)
+                found = self.plans.measure(tried.unit, layers, given, made, self.tied)
+                kind.add(tried.unit, found, last=at + 1 == len(kind.active), made=tried.made_bytes)
                 if kind.is_measured and self.seen is None:
                     kind.settle()
 

@@ -39,7 +39,8 @@ from retrograde.replay.surroundings import (
     muted_modules,
     put_back,
 )
-from retrograde.run.transforms import refuse_transforms, uncompiled
+from retrograde.run.core import hooked
+from retrograde.run.transforms import hooks_of_all, refuse_transforms, uncompiled
 from retrograde.sizes.allocations import measure
 from retrograde.sizes.cache import signature
 from retrograde.sizes.elsewhere import Elsewhere, Filled
@@ -360,7 +361,8 @@ def what_is_elsewhere(
     elsewhere = Elsewhere(fill)
     for part in parts:
         part.elsewhere = elsewhere
-    with torch.autograd.graph.saved_tensors_hooks(elsewhere.pack, lambda t: t), elsewhere:
+    hooks = torch.autograd.graph.saved_tensors_hooks(elsewhere.pack, lambda t: t)
+    with hooked("the model"), hooks, elsewhere:
         output = run_model(model, sample)
     apart = [*model.parameters(), *model.buffers(), *tensors_in(sample)]
     elsewhere.finish(apart, tensors_in(output))
@@ -421,7 +423,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
     These are random states, buffers, gradients, and the attributes of all modules.
     """
-    found = find_referents([model])
+    found = find_referents([model, *hooks_of_all()])
     parts = found.parts()
     devices = {t.device for t in (*model.parameters(), *model.buffers())} or {torch.device("cpu")}
     chance = dict.fromkeys(s for device in devices for s in sources(device, found.generators))

@@ -85,24 +85,28 @@ class LeanTape(TorchFunctionMode):
                 for one in first if isinstance(first, (list, tuple)) else ():
                     self._changed(one, False)
             return result
-        try:
-            before, newest = first._version, _autograd._get_sequence_nr()
-        except RuntimeError:  # an inference tensor: nothing of it is ever saved
-            return func(*args, **kwargs)
-        if changes or kwargs.get("inplace"):
-            self._open_dependents(first)
-            self._is_changing = True
-        if shares:
-            self.touch(first, shares == "data")
+        newest = _autograd._get_sequence_nr()
+        with torch._C.DisableTorchFunctionSubclass():  # which may count that it is looked at
+            if first.is_inference():  # nothing of it is ever saved
+                before = None
+            else:
+                before = first._version
+                if changes or kwargs.get("inplace"):
+                    self._open_dependents(first)
+                    self._is_changing = True
+                if shares:
+                    self.touch(first, shares == "data")
         result = func(*args, **kwargs)
         self._is_changing = False
-        if first._version != before:
-            self._changed(first, _autograd._get_sequence_nr() > newest)
-        made = result[0] if type(result) is tuple and result else result  # attention's has weights
-        if note is not None and isinstance(made, Tensor):
-            node: Any = made.grad_fn
-            if node is not None and node._sequence_nr() >= newest:  # else this call made none
-                note(self, node, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            if before is not None and first._version != before:
+                self._changed(first, _autograd._get_sequence_nr() > newest)
+            # Attention's result has weights too.
+            made = result[0] if type(result) is tuple and result else result
+            if before is not None and note is not None and isinstance(made, Tensor):
+                node: Any = made.grad_fn
+                if node is not None and node._sequence_nr() >= newest:  # else this call made none
+                    note(self, node, args, kwargs)
         return result
 
     def _matters(self, tensor: Tensor) -> bool:

@@ -224,13 +224,3 @@ _SURPRISE = (
 def _first(now: _Running) -> tuple[int, int]:
     at = min(now)
     return at, id(now[at][0])
-
-
-def sum_up(kind: Known) -> None:
-    """Sum up what was measured of the calls once more, since some of it has changed."""
-    units, kind.units, kind.sizes = kind.units, [], []
-    for k, (unit, found) in enumerate(zip(units, kind.raw, strict=True)):
-        kind.add(unit, found, last=k + 1 == len(kind.active))
-    kind.settle()
-    kind.plans.clear()
-    vars(kind).pop("least_bytes", None)

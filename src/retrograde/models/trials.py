@@ -17,12 +17,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from retrograde.errors import CellError
 from retrograde.models.arguments import Arguments
 from retrograde.models.checks import Noted, Reruns
-from retrograde.models.given import Given, made_by, tensors_in
+from retrograde.models.given import Given, ResultBytes, made_by, tensors_in
 from retrograde.models.refill import Unit, is_free
 from retrograde.replay.referents import MODULE_TABLES, Referents
 from retrograde.replay.surroundings import Ambient, version
 from retrograde.replay.trial import try_out
+from retrograde.run.core import hooked
 from retrograde.run.states import device_of
+from retrograde.run.transforms import hooks_of_all
 from retrograde.sizes.cache import signature
 
 
@@ -35,12 +37,14 @@ class Tried:
         wants: whether each tensor of its result requires a gradient.
         is_apart: whether its result has memory that its arguments have not.
         writes: whether it writes to its arguments.
+        made_bytes: what its operations made, if sizes among them depend on data; else None.
     """
 
     unit: Unit
     wants: tuple[bool, ...]
     is_apart: bool
     writes: bool
+    made_bytes: int | None
 
 
 def try_call(
@@ -55,7 +59,7 @@ def try_call(
     versions = [version(t) for t in tensors]
     saved: list[ref[Tensor]] = []
     reruns, ours = Reruns(counts=False), set[int]()
-    noted = Noted(reruns)
+    noted, watch = Noted(reruns), ResultBytes()
 
     def pack(t: Tensor) -> Tensor:
         saved.append(ref(held := t.detach()))
@@ -68,18 +72,14 @@ def try_call(
         noted = Noted(reruns)
         args, kwargs, entered = Arguments(given.leaves, given.spec).enter(given.leaves)
         ours.update(map(id, entered))
-        with saved_tensors_hooks(pack, lambda t: t):
+        with saved_tensors_hooks(pack, lambda t: t), watch:
             result = forward(*args, **kwargs)
         noted.settle()
         return result
 
     device = device_of(*tensors)
-    try:
-        trial = try_out(call, layers, device, tensors_in)
-    except RuntimeError as error:
-        if "saved tensor hooks" not in str(error):
-            raise
-        raise CellError(f"layer {name} cannot be run again: {error}") from error
+    with hooked(f"layer {name}"):
+        trial = try_out(call, [*layers, *hooks_of_all()], device, tensors_in)
     outputs = tensors_in(trial.value)
     if any(t.layout is not torch.strided for t in (*tensors, *outputs)):
         raise CellError(f"layer {name} is given or returns a sparse tensor: expected dense ones")
@@ -91,6 +91,7 @@ def try_call(
         wants=tuple(t.requires_grad for t in outputs),
         is_apart=any(t is not None and t.untyped_storage().nbytes() for t in made),
         writes=versions != [version(t) for t in tensors],
+        made_bytes=watch.nbytes if watch.varies else None,
     )
     del trial, outputs, made
     if any(one() is not None for one in saved):  # what a graph saved lives as long as that

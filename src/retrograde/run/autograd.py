@@ -171,7 +171,7 @@ class _Recurrence(torch.autograd.Function):
         run: Run = ctx.run
         parameters = run.core.parameters
         layout: Layout = ctx.layout
-        rerun = run.core.ambient.rerun(ctx.marks)
+        rerun = run.surrounded(ctx.marks)
         needs = ctx.needs_input_grad[_OTHERS:]
         read = layout.read(inputs, held)
         count = len(grads) - run.states
@@ -192,8 +192,9 @@ class _Recurrence(torch.autograd.Function):
         with rerun, ctx.autocast, muted_hooks([*parameters, *state]):
             try:
                 if not ctx.fresh:
-                    run.core.ambient.restore(ctx.before)
-                    run.forward(read, [state[i] for i in ctx.same], discard)
+                    with run.without_trace():
+                        run.core.ambient.restore(ctx.before)
+                        run.forward(read, [state[i] for i in ctx.same], discard)
                 ctx.fresh = False
                 run.backward(read, gradients)
                 run.core.complete()

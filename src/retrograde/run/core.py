@@ -9,12 +9,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from traceback import walk_tb
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
+from retrograde.errors import CellError, RetrogradeError
 from retrograde.replay.surroundings import Ambient, Snapshot
 from retrograde.replay.trees import Tensors
 from retrograde.run.layout import Inputs, Layout
@@ -40,8 +42,41 @@ def unsaved() -> Iterator[None]:
     So the kernels run that run with a graph. Without gradients, torch takes other ones for
     attention in ``eval()`` mode, or attention whose bias wants a gradient.
     """
-    with torch.enable_grad(), saved_tensors_hooks(lambda _: None, lambda _: None):  # type: ignore[arg-type,return-value]
+    with torch.enable_grad(), saved_tensors_hooks(lambda _: None, _unpack):  # type: ignore[arg-type]
         yield
+
+
+def _unpack(_: None) -> Tensor:
+    raise CellError(
+        "a tensor with a gradient was read that another run had left behind: expected a layer or a "
+        "step to read its arguments, parameters and buffers only; hand tensors on as results"
+    )
+
+
+@contextmanager
+def hooked(what: str) -> Iterator[None]:
+    """Refuse code, by its name, in which no hooks may save tensors, as within torch.func.grad."""
+    code = disable_saved_tensors_hooks.__wrapped__.__code__  # type: ignore[attr-defined]
+    try:
+        yield
+    except RuntimeError as error:
+        if not any(frame.f_code is code for frame, _ in walk_tb(error.__traceback__)):
+            raise
+        raise CellError(
+            f"{what} cannot be run with hooks for saved tensors ({error}): expected no such code; "
+            "leave it out of what has a budget, or is lean"
+        ) from error
+
+
+def raise_again(error: Exception, what: str) -> NoReturn:
+    """Raise an error of a rerun: as one of ours, since the first run did not raise it."""
+    if isinstance(error, RetrogradeError | torch.OutOfMemoryError):
+        raise error
+    raise RetrogradeError(
+        f"{what} raises {error!r} when it runs again, and did not when it ran first: expected the "
+        "same both times; let it depend on its arguments, its state, parameters and buffers only, "
+        "or use memory=None"
+    ) from error
 
 
 class Core(ABC):

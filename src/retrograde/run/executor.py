@@ -6,7 +6,8 @@ is differentiated.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -15,9 +16,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from retrograde.replay.surroundings import Snapshot
+from retrograde.replay.surroundings import Marks, Snapshot, as_then
 from retrograde.replay.trees import Tensors
-from retrograde.run.core import Core, Emit, Gradients, Tape
+from retrograde.run.core import Core, Emit, Gradients, Tape, raise_again
 from retrograde.run.layout import Inputs
 from retrograde.run.prints import Prints
 from retrograde.run.settled import LargerSteps
@@ -65,22 +66,46 @@ class Run:
         self.state = [*state] if self.core.stepwise else each_once(Tensor.detach, state)
         if self.prints is not None and emit is not None:
             emit = partial(_noted, emit, self.prints)
-        while not isinstance(self.actions[self.done], Backward):
-            self._perform(inputs, emit)
+        self._until_backward(inputs, emit)
         after, self.state = self.state, []
         self.states = len(after)
         return after
 
     def backward(self, inputs: Inputs, gradients: Gradients) -> None:
-        """Perform the rest, from the first ``Backward`` on."""
+        """Perform the rest, from the first ``Backward`` on. Reruns leave no trace; what the steps'
+        own backward passes draw and change stays, as in the plain loop."""
         while self.done < len(self.actions):
             match self.actions[self.done]:
                 case Backward(start, _):
                     self.done, self.state = self.done + 1, []
                     self._consume(inputs, start, gradients)
                 case _:
-                    self._perform(inputs, None)
+                    with self.without_trace():
+                        self._until_backward(inputs, None)
         self.state = []
+
+    def _until_backward(self, inputs: Inputs, emit: Emit | None) -> None:
+        while self.done < len(self.actions):
+            if isinstance(self.actions[self.done], Backward):
+                return
+            self._perform(inputs, emit)
+
+    @contextmanager
+    def surrounded(self, then: Marks) -> Iterator[None]:
+        """Set modes and switches in a block to what they were in the forward pass."""
+        with as_then(self.core.ambient.modes, then.modes), then.switches.as_then():
+            yield
+
+    @contextmanager
+    def without_trace(self) -> Iterator[None]:
+        """Run steps again in a block, and restore what they draw and change, if they do."""
+        ambient = self.core.ambient
+        changes = ambient.moves or ambient.changing or ambient.growing
+        try:
+            with ambient.without_trace() if changes else nullcontext():
+                yield
+        except Exception as error:
+            raise_again(error, f"a step of the cell after step {self.position}")
 
     def clear(self) -> None:
         self.stored, self.tapes, self.state = {}, [], []
@@ -152,12 +177,14 @@ class Run:
             stop = tape.stop
             while stop > tape.start:
                 a = max(tape.start, stop - self.core.settled.at_once(tape.stop - tape.start))
-                self.core.ambient.restore(tape.ambient)
-                self.state = tape.state
-                if a > tape.start:
-                    with torch.no_grad():
-                        (self.state,) = self.core.advance(inputs, tape.start, [a], tape.state, None)
-                self._record_all(inputs, a, stop, None)
+                with self.without_trace():
+                    self.core.ambient.restore(tape.ambient)
+                    self.state = tape.state
+                    if a > tape.start:
+                        with torch.no_grad():
+                            states = self.core.advance(inputs, tape.start, [a], tape.state, None)
+                        self.state = states[0]
+                    self._record_all(inputs, a, stop, None)
                 self.state, stop = [], a
                 self._consume(inputs, a, gradients)
 

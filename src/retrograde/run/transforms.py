@@ -60,6 +60,11 @@ def besides_forward(module: nn.Module) -> str | None:
     return None if type(module).__call__ is nn.Module.__call__ else "a __call__ of its own"
 
 
+def hooks_of_all() -> list[Any]:
+    """Return the hooks of all modules, on which every call of one depends."""
+    return [hook for t in _HOOKS for hook in getattr(of_modules, f"_global{t}").values()]
+
+
 def no_forward_mode(options: Sequence[str] = ("memory",)) -> str:
     """Return the message that refuses forward-mode derivatives with some options."""
     given = " and ".join(f"{name}=" for name in options)

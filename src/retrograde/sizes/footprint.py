@@ -185,20 +185,20 @@ def grown(sizes: Footprint, factor: float) -> Footprint:
     if factor <= _ALIKE:
         return sizes
 
-    def more(curve: Curve) -> Curve:
-        return Curve(tuple((steps, int(factor * size)) for steps, size in curve.points))
+    own = ("advance", "held", "record", "backward")
+    more: dict[str, Any] = {name: _times(factor, getattr(sizes, name)).curves[0] for name in own}
+    return replace(sizes, **more, ordinary=_times(factor, sizes.ordinary), even=True)
 
-    ordinary = sizes.ordinary
-    whole = ordinary.curves if isinstance(ordinary, Highest) else (ordinary,)
-    return replace(
-        sizes,
-        advance=more(sizes.advance),
-        held=more(sizes.held),
-        record=more(sizes.record),
-        backward=more(sizes.backward),
-        ordinary=Highest(tuple(map(more, whole))),
-        even=True,
-    )
+
+def partly_idle(sizes: Footprint, steps: int, length: int, output_bytes: int) -> Footprint:
+    """Return a footprint where some of all steps hold nothing but their outputs."""
+    rest = steps * (1 / length - output_bytes / sizes.ordinary(length))
+    return replace(sizes, ordinary=_times(1 - max(0.0, rest), sizes.ordinary))
+
+
+def _times(factor: float, found: Curve | Highest) -> Highest:
+    every = (one.points for one in (found.curves if isinstance(found, Highest) else (found,)))
+    return Highest(tuple(Curve(tuple((n, int(factor * size)) for n, size in o)) for o in every))
 
 
 def _lengths(core: Core) -> tuple[int, ...]:
