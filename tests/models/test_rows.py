@@ -561,15 +561,32 @@ def test_lengths_that_vary_beside_each_other(memory):
 
 
 def test_a_pass_that_needs_more_than_its_beginning_told_says_so():
+    """The next ones are planned by it, or refused if the budget is too small for that."""
     plain, model = Paired(), Paired()
     pair = inputs(), inputs(length=4)
-    rg.budget(model, "90%", pair)
-    longer = inputs(), inputs(length=24)
-    with pytest.warns(UserWarning, match=r"layer decoder\.\S+ was given another kind of input"):
-        same(trained(model, *longer), trained(plain, *longer))
-    with pytest.raises(rg.BudgetError, match="most of it for layer decoder"):
-        trained(model, *longer)
+    division = rg.budget(model, "90%", pair)
+    longer, too_long = (inputs(), inputs(length=24)), (inputs(), inputs(length=400))
+    for given in (longer, too_long):
+        with pytest.warns(UserWarning, match=r"layer decoder\.\S+ was given another kind of input"):
+            same(trained(model, *given), trained(plain, *given))
+        if given is longer:
+            taken = working_bytes(model, *longer)
+            assert taken <= division.total_bytes + division.elsewhere_bytes + 2**14
+    with pytest.raises(rg.BudgetError, match="most of it for layer decoder") as refusal:
+        trained(model, *too_long)
     same(trained(model, *pair), trained(plain, *pair))
+    rg.budget(model, refusal.value.minimum_bytes, too_long)
+    same(trained(model, *too_long), trained(plain, *too_long))
+
+
+def test_the_least_that_is_named_for_another_kind_of_input_is_enough():
+    """It is that of all rows, not of the first ones alone."""
+    model, x = Levels((0,)), inputs()
+    rg.budget(model, least_of(model, x), x)
+    larger = inputs(length=24)
+    with pytest.raises(rg.BudgetError) as refusal:
+        trained(model, larger)
+    assert least_of(model, larger) <= refusal.value.minimum_bytes
 
 
 def test_a_pass_that_fails_between_two_rows_is_forgotten():
@@ -1009,6 +1026,22 @@ def test_gradients_of_a_weight_of_two_layers_are_added_in_its_type():
     ours, x = copy.deepcopy(theirs), torch.randn(512, 64)
     with torch.autocast("cpu", torch.bfloat16):
         rg.budget(ours, "60%", x)
+    same(bfloat16_gradients(ours, x), bfloat16_gradients(theirs, x))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_weight_of_two_layers_may_be_exchanged(shared):
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(9)]
+    layers[6] = layers[2] if shared else layers[6]
+    layers[6][0].weight = layers[2][0].weight
+    theirs, x = Chained(layers), torch.randn(512, 64)
+    ours = copy.deepcopy(theirs)
+    with torch.autocast("cpu", torch.bfloat16):
+        rg.budget(ours, "60%", x)
+    for one in (ours, theirs):
+        state = {name: 0.9 * value for name, value in one.state_dict().items()}
+        one.load_state_dict(state, assign=True)
+        one.layers[6][0].weight = one.layers[2][0].weight
     same(bfloat16_gradients(ours, x), bfloat16_gradients(theirs, x))
 
 

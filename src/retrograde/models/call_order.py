@@ -237,10 +237,12 @@ class CallOrder:
         close()
         return found
 
-    def tied_from(self, run: Layers) -> frozenset[Tensor]:
-        """Return the weights of several calls, one of which is in a run or comes after it."""
+    def tied_from(self, run: Layers) -> list[tuple[nn.Module, str]]:
+        """Return where the weights of several calls are, one of which is in a run or comes after
+        it: a module and a name."""
         later = self.every[self.every.index(run[0]) :]
-        return self.tied & {p for call in later for p in call.module.parameters()}
+        parts = dict.fromkeys(part for call in later for part in call.module.modules())
+        return [(m, name) for m in parts for name, p in m._parameters.items() if p in self.tied]
 
     def refuse(self, kind: type[nn.Module]) -> None:
         """Leave the layers of a class out of all runs, for one of them was refused."""

@@ -31,7 +31,6 @@ from retrograde.errors import CellError
 from retrograde.machine import MEASURING
 from retrograde.models.call_sizes import Known, Plans
 from retrograde.models.given import Given, ResultBytes, made_by, tensors_in
-from retrograde.models.phases import Weights
 from retrograde.models.refill import Dropped, Row
 from retrograde.models.timeline import Handed, Pass, Timeline, sum_up, where
 from retrograde.models.trials import try_call
@@ -129,11 +128,15 @@ class CalledRow:
         calls: the called modules, by name, in the order of the calls. Riders are parts of the
             layers before them.
         slots: the argument of each layer that is the state.
-        tied: the weights that several calls of the model have, of these or later ones.
+        tied: where the weights are that several calls of the model have, of these or later ones: a
+            module and a name.
     """
 
     def __init__(
-        self, calls: Sequence[tuple[str, nn.Module]], slots: Sequence[int | str], tied: Weights
+        self,
+        calls: Sequence[tuple[str, nn.Module]],
+        slots: Sequence[int | str],
+        tied: Sequence[tuple[nn.Module, str]],
     ) -> None:
         self.calls, self.timeline, self.tied = [*calls], Timeline([self]), tied
         for _, module in calls:
@@ -251,7 +254,7 @@ class CalledRow:
         layers, unit = self.layers[kind.active[at]], kind.units[at]
         with MEASURING:
             state = made if at else None
-            kind.raw[at] = Plans().measure(unit, layers, given, state, self.tied)
+            kind.raw[at] = Plans().measure(unit, layers, given, state, kind.tied)
             kind.most[at] = found.nbytes
             sum_up(kind)
         self.timeline.grows(unit.name, kind)
@@ -336,7 +339,8 @@ class CalledRow:
 
     def _begin(self, active: list[int], given: Given) -> Pass:
         layers = [layer for one in self.layers for layer in one]
-        unknown = partial(Known, active, tied=self.tied, kept=self.kept, lingers=self.lingers)
+        tied = frozenset(p for m, name in self.tied if (p := m._parameters.get(name)) is not None)
+        unknown = partial(Known, active, tied=tied, kept=self.kept, lingers=self.lingers)
         kind = self.plans.kind_of(layers, given, unknown)
         if kind is None:
             return Pass(unknown(), None)
@@ -372,7 +376,7 @@ class CalledRow:
                 if watch is not None and watch.varies:
                     kind.most[at] = watch.nbytes
                 watch = None
-                found = self.plans.measure(unit, layers, given, made, self.tied)
+                found = self.plans.measure(unit, layers, given, made, kind.tied)
                 kind.raw.append(found)
                 kind.add(unit, found, last=at + 1 == len(kind.active))
                 if kind.is_measured and self.seen is None:
