@@ -66,6 +66,10 @@ class Loop(nn.Module):
         return self.norm(h)
 
 
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
 class Chained(nn.Module):
     """Layers in a loop."""
 
@@ -1110,6 +1114,28 @@ def test_a_layer_out_of_turn_is_run_as_it_is_and_said_to():
     same(found, trained(theirs, x))
     with pytest.warns(UserWarning, match="beyond the budget"):  # at every pass
         trained(ours, x)
+
+
+@pytest.mark.parametrize("again", [lambda m: m, copy.deepcopy, pickled], ids=["", "deep", "saved"])
+@pytest.mark.parametrize("k", [0, 3, None])
+def test_an_exchanged_layer_is_told(k, again, recwarn):
+    """What runs in its place is beyond the budget, which nobody would notice otherwise."""
+    model, x = Loop(), inputs()
+    rg.budget(model, "40%", x)
+    model = again(model)
+    trained(model, x)
+    assert not recwarn
+    if k is None:
+        model.blocks = copy.deepcopy(model.blocks)
+    else:
+        model.blocks[k] = copy.deepcopy(model.blocks[k])
+    plain = Loop()
+    with pytest.warns(UserWarning, match=rf"layer blocks.{k or 0} is another one than when"):
+        same(trained(model, x), trained(plain, x))
+    rg.budget(model, "40%", x)
+    recwarn.clear()
+    same(trained(model, x), trained(plain, x))
+    assert not recwarn
 
 
 def test_what_cannot_be_run_again_is_named():
