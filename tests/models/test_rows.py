@@ -66,6 +66,10 @@ class Loop(nn.Module):
         return self.norm(h)
 
 
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
 class Chained(nn.Module):
     """Layers in a loop."""
 
@@ -561,15 +565,32 @@ def test_lengths_that_vary_beside_each_other(memory):
 
 
 def test_a_pass_that_needs_more_than_its_beginning_told_says_so():
+    """The next ones are planned by it, or refused if the budget is too small for that."""
     plain, model = Paired(), Paired()
     pair = inputs(), inputs(length=4)
-    rg.budget(model, "90%", pair)
-    longer = inputs(), inputs(length=24)
-    with pytest.warns(UserWarning, match=r"layer decoder\.\S+ was given another kind of input"):
-        same(trained(model, *longer), trained(plain, *longer))
-    with pytest.raises(rg.BudgetError, match="most of it for layer decoder"):
-        trained(model, *longer)
+    division = rg.budget(model, "90%", pair)
+    longer, too_long = (inputs(), inputs(length=24)), (inputs(), inputs(length=400))
+    for given in (longer, too_long):
+        with pytest.warns(UserWarning, match=r"layer decoder\.\S+ was given another kind of input"):
+            same(trained(model, *given), trained(plain, *given))
+        if given is longer:
+            taken = working_bytes(model, *longer)
+            assert taken <= division.total_bytes + division.elsewhere_bytes + 2**14
+    with pytest.raises(rg.BudgetError, match="most of it for layer decoder") as refusal:
+        trained(model, *too_long)
     same(trained(model, *pair), trained(plain, *pair))
+    rg.budget(model, refusal.value.minimum_bytes, too_long)
+    same(trained(model, *too_long), trained(plain, *too_long))
+
+
+def test_the_least_that_is_named_for_another_kind_of_input_is_enough():
+    """It is that of all rows, not of the first ones alone."""
+    model, x = Levels((0,)), inputs()
+    rg.budget(model, least_of(model, x), x)
+    larger = inputs(length=24)
+    with pytest.raises(rg.BudgetError) as refusal:
+        trained(model, larger)
+    assert least_of(model, larger) <= refusal.value.minimum_bytes
 
 
 def test_a_pass_that_fails_between_two_rows_is_forgotten():
@@ -1012,6 +1033,22 @@ def test_gradients_of_a_weight_of_two_layers_are_added_in_its_type():
     same(bfloat16_gradients(ours, x), bfloat16_gradients(theirs, x))
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_weight_of_two_layers_may_be_exchanged(shared):
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(9)]
+    layers[6] = layers[2] if shared else layers[6]
+    layers[6][0].weight = layers[2][0].weight
+    theirs, x = Chained(layers), torch.randn(512, 64)
+    ours = copy.deepcopy(theirs)
+    with torch.autocast("cpu", torch.bfloat16):
+        rg.budget(ours, "60%", x)
+    for one in (ours, theirs):
+        state = {name: 0.9 * value for name, value in one.state_dict().items()}
+        one.load_state_dict(state, assign=True)
+        one.layers[6][0].weight = one.layers[2][0].weight
+    same(bfloat16_gradients(ours, x), bfloat16_gradients(theirs, x))
+
+
 def test_a_parameter_that_changes_in_between_is_noticed():
     x = inputs()
     model = Loop()
@@ -1077,6 +1114,28 @@ def test_a_layer_out_of_turn_is_run_as_it_is_and_said_to():
     same(found, trained(theirs, x))
     with pytest.warns(UserWarning, match="beyond the budget"):  # at every pass
         trained(ours, x)
+
+
+@pytest.mark.parametrize("again", [lambda m: m, copy.deepcopy, pickled], ids=["", "deep", "saved"])
+@pytest.mark.parametrize("k", [0, 3, None])
+def test_an_exchanged_layer_is_told(k, again, recwarn):
+    """What runs in its place is beyond the budget, which nobody would notice otherwise."""
+    model, x = Loop(), inputs()
+    rg.budget(model, "40%", x)
+    model = again(model)
+    trained(model, x)
+    assert not recwarn
+    if k is None:
+        model.blocks = copy.deepcopy(model.blocks)
+    else:
+        model.blocks[k] = copy.deepcopy(model.blocks[k])
+    plain = Loop()
+    with pytest.warns(UserWarning, match=rf"layer blocks.{k or 0} is another one than when"):
+        same(trained(model, x), trained(plain, x))
+    rg.budget(model, "40%", x)
+    recwarn.clear()
+    same(trained(model, x), trained(plain, x))
+    assert not recwarn
 
 
 def test_what_cannot_be_run_again_is_named():

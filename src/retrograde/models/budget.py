@@ -276,8 +276,9 @@ def _unless_refused(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for module, kind, own, were in before:
+        for module, kind, _, were in before:
             object.__setattr__(module, "__class__", kind)
+            own = vars(module)
             own.clear()
             own.update(were)
         raise

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from retrograde.cells.any_recurrent import Recurrent
 from retrograde.models.given import Given, made_by, tensors_in, tied
 from retrograde.models.replace_modules import is_chain
-from retrograde.models.rows import passes_through, rides
+from retrograde.models.rows import Tied, passes_through, rides
 from retrograde.models.sequential import Sequential
 from retrograde.replay.surroundings import version
 from retrograde.replay.trial import in_checkpoint
@@ -237,10 +237,12 @@ class CallOrder:
         close()
         return found
 
-    def tied_from(self, run: Layers) -> frozenset[Tensor]:
-        """Return the weights of several calls, one of which is in a run or comes after it."""
+    def tied_from(self, run: Layers) -> Tied:
+        """Return where the weights of several calls are, one of which is in a run or comes after
+        it."""
         later = self.every[self.every.index(run[0]) :]
-        return self.tied & {p for call in later for p in call.module.parameters()}
+        parts = dict.fromkeys(part for call in later for part in call.module.modules())
+        return [(m, name) for m in parts for name, p in m._parameters.items() if p in self.tied]
 
     def refuse(self, kind: type[nn.Module]) -> None:
         """Leave the layers of a class out of all runs, for one of them was refused."""

@@ -31,12 +31,14 @@ from retrograde.errors import CellError
 from retrograde.machine import MEASURING
 from retrograde.models.call_sizes import Known, Plans
 from retrograde.models.given import Given, made_by, tensors_in
-from retrograde.models.phases import Weights
 from retrograde.models.refill import Dropped, Row
 from retrograde.models.timeline import Handed, Pass, Timeline, where
 from retrograde.models.trials import try_call
 from retrograde.run.transforms import uncompiled
 from retrograde.sizes.elsewhere import Elsewhere
+
+Named = Sequence[tuple[str, nn.Module]]  # modules by name
+Tied = Sequence[tuple[nn.Module, str]]  # where weights are: a module and a name
 
 
 class RowForward:
@@ -93,19 +95,38 @@ class Attributes(dict[str, Any]):
         return dict, (self.copy(),)
 
 
-class Installed:
-    """The rows of a model. It is an attribute of the model, so a copy of that has its own rows."""
+class Installed(RowForward):
+    """The rows of a model, and its ``forward``, which tells if one of their layers was exchanged.
+    It is an attribute of the model, so a copy of that has its own rows."""
 
-    def __init__(self, rows: "list[CalledRow]") -> None:
-        self.rows = rows
-
-    def __getstate__(self) -> Any:
-        return [row for row in self.rows if row.is_installed()]
-
-    def __setstate__(self, rows: "list[CalledRow]") -> None:
-        self.rows = rows
+    def __init__(self, model: nn.Module, rows: "list[CalledRow]", layers: Named) -> None:
+        super().__init__(model)
+        self.rows, self.layers, own = rows, layers, Attributes.of(model)
+        own[_ROWS] = self
+        own.setdefault("forward", self)
         for row in rows:
             row.install()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for name, layer in () if torch.compiler.is_compiling() else self.layers:
+            now: nn.Module | None = self.module
+            for key in name.split("."):
+                now = None if now is None else now._modules.get(key)
+            if now is not layer and now is not None and torch.is_grad_enabled():
+                warnings.warn(_EXCHANGED.format(name), stacklevel=4)
+        return own_forward(self.module)(*args, **kwargs)
+
+    def __getstate__(self) -> Any:
+        return self.module, [row for row in self.rows if row.is_installed()], self.layers
+
+    def __setstate__(self, state: Any) -> None:
+        self.__init__(*state)  # type: ignore[misc]
+
+
+_EXCHANGED = (
+    "layer {} is another one than when the model got its budget: it is run by ordinary "
+    "backpropagation, beyond the budget; call budget() again"
+)
 
 
 class RefusedLayerError(CellError):
@@ -127,12 +148,10 @@ class CalledRow:
         calls: the called modules, by name, in the order of the calls. Riders are parts of the
             layers before them.
         slots: the argument of each layer that is the state.
-        tied: the weights that several calls of the model have, of these or later ones.
+        tied: where the weights are that several calls of the model have, of these or later ones.
     """
 
-    def __init__(
-        self, calls: Sequence[tuple[str, nn.Module]], slots: Sequence[int | str], tied: Weights
-    ) -> None:
+    def __init__(self, calls: Named, slots: Sequence[int | str], tied: Tied) -> None:
         self.calls, self.timeline, self.tied = [*calls], Timeline([self]), tied
         for _, module in calls:
             Attributes.of(module)  # before anybody notes what they are
@@ -320,7 +339,8 @@ class CalledRow:
 
     def _begin(self, active: list[int], given: Given) -> Pass:
         layers = [layer for one in self.layers for layer in one]
-        unknown = partial(Known, active, tied=self.tied, kept=self.kept, lingers=self.lingers)
+        tied = frozenset(p for m, name in self.tied if (p := m._parameters.get(name)) is not None)
+        unknown = partial(Known, active, tied=tied, kept=self.kept, lingers=self.lingers)
         kind = self.plans.kind_of(layers, given, unknown)
         if kind is None:
             return Pass(unknown(), None)
@@ -350,7 +370,7 @@ class CalledRow:
         with MEASURING:  # another thread may be measuring the same
             if len(kind.sizes) == at:
                 tried = try_call(self.names[k], forward, layers, given)
-                found = self.plans.measure(tried.unit, layers, given, made, self.tied)
+                found = self.plans.measure(tried.unit, layers, given, made, kind.tied)
                 kind.add(tried.unit, found, last=at + 1 == len(kind.active), made=tried.made_bytes)
                 if kind.is_measured and self.seen is None:
                     kind.settle()
@@ -386,9 +406,9 @@ def install(model: nn.Module, rows: "Sequence[CalledRow]") -> None:
         if isinstance(own.get("forward"), RowForward):
             del own["forward"]
     if rows:
-        vars(model)[_ROWS] = Installed([*rows])
-    for row in rows:
-        row.install()
+        layers = {id(layer) for row in rows for _, layer in row.calls}
+        every = model.named_modules(remove_duplicate=False)
+        Installed(model, [*rows], [(name, m) for name, m in every if id(m) in layers])
 
 
 def rides(module: nn.Module) -> bool:

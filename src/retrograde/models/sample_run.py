@@ -26,9 +26,9 @@ from retrograde.errors import BudgetError, CellError, RetrogradeError
 from retrograde.models.call_order import CallOrder, Layers, ModuleCall, noted
 from retrograde.models.call_sizes import Known
 from retrograde.models.given import tensors_in
-from retrograde.models.phases import Weights, as_accumulated
+from retrograde.models.phases import as_accumulated
 from retrograde.models.replace_modules import Budgeted, Swappable, replace_module, twin, wrapped
-from retrograde.models.rows import CalledRow, released
+from retrograde.models.rows import CalledRow, Tied, released
 from retrograde.models.timeline import Timeline
 from retrograde.plan.calls import Waits, peak_of
 from retrograde.recurrent.weights import last_weights
@@ -196,7 +196,7 @@ class WatchedRow(Watched):
     """A run of layers, which the model calls one after the other. In the run on the sample all of
     their calls are dropped."""
 
-    def __init__(self, layers: Layers, tied: Weights) -> None:
+    def __init__(self, layers: Layers, tied: Tied) -> None:
         super().__init__(run_name(layers), run_name(layers))
         self.row = CalledRow([(c.name, c.module) for c in layers], [c.slot for c in layers], tied)
 

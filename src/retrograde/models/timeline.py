@@ -158,27 +158,38 @@ class Timeline:
         """
         self._running.open = None, None
         at, now = self.rows.index(row), self._running.now
-        (kind, parts), first = now[at], _first(now)
-        kinds, whole = self._known.get(first, ({}, None))
-        need = self._before(now, at) + kind.least_bytes
         grown, self._running.grown = getattr(self._running, "grown", None), None
         if grown is not None:  # the next pass is planned anew, or refused
-            need += peak_of(kind.sizes, parts) - kind.least_bytes if parts is not None else 0
-            if need > self.memory:
+            kind, parts = now[at]
+            own = kind.least_bytes if parts is None else peak_of(kind.sizes, parts)
+            if (need := self._before(now, at) + own) > self.memory:
                 told = _GROWS.format(grown, need, self.memory, kind.least_bytes)
                 warnings.warn(told, stacklevel=7)
             return
-        if parts is None and need > self.memory:
-            if whole is None:
-                raise too_small(self.memory, need, kind)
-            warnings.warn(_SURPRISE.format(row.names[0], need, self.memory), stacklevel=7)
         if row is self.rows[-1]:
-            found = {k: one for k, (one, _) in now.items()}
-            if first not in self._known:
-                waits = [self.waits[k].among([*found]) for k in found]
-                self.knows(found, Known.of_rows([*found.values()], waits)).plan(self.memory)
-            elif [*map(id, found.values())] != [*map(id, kinds.values())]:
-                self._known[first] = found, None
+            self._found(now)
+
+    def _found(self, now: "_Running") -> None:
+        """Note which kinds of input a pass had. Tell or refuse if it needs more than the budget. A
+        pass that left rows out is not refused, since it cannot name what a whole one needs."""
+        found, first = {k: one for k, (one, _) in now.items()}, _first(now)
+        late = {k: kind.least_bytes for k, (kind, parts) in now.items() if parts is None}
+        need, at = max(((self._before(now, k) + late[k], k) for k in late), default=(0, 0))
+        known, _ = self._known.get(first, ({}, None))
+        new, old = ({(k, id(one)) for k, one in each.items()} for each in (found, known))
+        if old and not old < new and need <= self.memory:
+            return
+        waits = [self.waits[k].among([*found]) for k in found]
+        whole = Known.of_rows([*found.values()], waits)
+        if whole.least_bytes <= self.memory:  # the next ones are planned by it
+            self.knows(found, whole)
+        elif old and not (old < new or new <= old):
+            self._known[first] = found, None
+        elif len(found) == len(self.rows):
+            raise too_small(self.memory, whole.least_bytes, whole)
+        if need > self.memory:
+            told = _SURPRISE.format(self.rows[at].names[0], need, self.memory)
+            warnings.warn(told, stacklevel=8)
 
     def knows(self, kinds: dict[int, Known], whole: Known) -> Known:
         """Note which kinds of input occur together, and what is known of all."""
@@ -204,6 +215,8 @@ class Timeline:
 
     def _late(self, now: "_Running", at: int) -> tuple[Part, ...]:
         kind = now[at][0]
+        if max(now) + 1 < len(self.rows) and all(one.is_measured for one, _ in now.values()):
+            self._found(now)  # the pass has ended without the last row
         noted = sum(call.noted_bytes for call in kind.sizes)
         return kind.late_plan(self.memory - self._before(now, at) - noted)
 
@@ -216,8 +229,8 @@ _GROWS = (
     "budget() a sample that needs the most"
 )
 _SURPRISE = (
-    "layer {} was given another kind of input than in the last pass that began as this one: this "
-    "pass needs {} bytes of the {} allowed; the next ones keep the budget"
+    "layer {} was given another kind of input than this pass was planned for: it needs {} bytes of "
+    "the {} allowed; give budget() as much if such passes come again"
 )
 
 

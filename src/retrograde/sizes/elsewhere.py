@@ -186,7 +186,7 @@ class Elsewhere(TorchFunctionMode):
             runs, back, spread = at + 1, at + 1, 1.0
             for one, node in self._results[numbers[-1]]:
                 there = [row for row, k in enumerate(first, 1) if one.left > k + (one.taken == k)]
-                runs = max(runs, *there)
+                runs = max([runs, *there])
                 read, own, (most, _) = self._last.get(node, (0, 1, (1, None)))
                 back = max(back, bisect_right(ends, read) if one.left < math.inf else len(rows))
                 spread = max(spread, most / max(1, own))
