@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from retrograde.models.call_sizes import Known, too_small
+from retrograde.models.call_sizes import Known, larger, too_small
 from retrograde.models.given import Given, tensors_in
 from retrograde.models.refill import Dropped, Row
 from retrograde.plan.calls import Part, Waits, held_of, peak_of
@@ -165,8 +165,7 @@ class Timeline:
         if grown is not None:  # the next pass is planned anew, or refused
             need += peak_of(kind.sizes, parts) - kind.least_bytes if parts is not None else 0
             if need > self.memory:
-                told = _GROWS.format(grown, need, self.memory, kind.least_bytes)
-                warnings.warn(told, stacklevel=7)
+                warnings.warn(larger(grown, need, self.memory, kind), stacklevel=7)
             return
         if parts is None and need > self.memory:
             if whole is None:
@@ -210,11 +209,6 @@ class Timeline:
 
 _Running = dict[int, tuple[Known, tuple[Part, ...] | None]]
 _MOST_KINDS = 32
-_GROWS = (
-    "layer {} takes more for these data than for all data of the same shapes before: this pass "
-    "needs {} bytes of the {} allowed; the next ones keep the budget if it is at least {}; give "
-    "budget() a sample that needs the most"
-)
 _SURPRISE = (
     "layer {} was given another kind of input than in the last pass that began as this one: this "
     "pass needs {} bytes of the {} allowed; the next ones keep the budget"
