@@ -148,6 +148,36 @@ def test_a_module_that_is_called_several_times_holds_as_often(memory):
     assert working_bytes(model, x) <= division.total_bytes + others
 
 
+class Stepwise(nn.Module):
+    """Calls an LSTM step by step, as where episodes begin within a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(16, 32), nn.Linear(32, 4)
+
+    def forward(self, x):
+        state, ys = (torch.zeros(1, 8, 32),) * 2, []
+        for x_t in x:
+            y, state = self.lstm(x_t.unsqueeze(0), tuple(0.9 * s for s in state))
+            ys.append(y)
+        return self.head(torch.cat(ys))
+
+
+def test_calls_that_wait_take_what_they_hold_not_their_peaks():
+    torch.manual_seed(0)
+    plain, x = Stepwise(), torch.randn(64, 8, 16)
+    division = rg.budget(ours := copy.deepcopy(plain), "100%", x)
+    told = division.ordinary_bytes + division.elsewhere_bytes
+    assert told == pytest.approx(working_bytes(plain, x), rel=0.05)
+    rg.budget(ours := copy.deepcopy(plain), least := least_of(copy.deepcopy(plain), x), x)
+    results = 64 * 3 * 8 * 32 * 4 + x.nbytes  # outputs and states, which the caller holds
+    assert least < told / 5
+    assert working_bytes(ours, x) <= least + division.elsewhere_bytes + results
+    for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
+        expected = torch.autograd.grad(plain(x).sum(), other)[0]
+        torch.testing.assert_close(torch.autograd.grad(ours(x).sum(), one)[0], expected)
+
+
 def test_a_short_call_takes_no_more_than_it_can():
     """Of a part that is more than its ordinary backpropagation, the rest goes to the others."""
     x = leaf(100, 8, 16)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, ClassVar, cast
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -183,26 +182,10 @@ def runs_by_loops(cell: GatedCell, x: Sequence[Tensor], state: Tensors) -> bool:
         or torch.is_autocast_enabled("cpu")
     ):
         return False
-    numbers = _numbers_of(type(cell).step)
-    found: Any = _CHANGED
-    if _NUMBERS.setdefault(type(cell), numbers) == numbers:
-        found = loops_of(cell.formula, x[0].dtype)
+    found = loops_of(cell.formula, x[0].dtype)
     if isinstance(found, str):
         _warn(type(cell).__qualname__, found)
     return not isinstance(found, str)
-
-
-def _numbers_of(step: Callable[..., Any]) -> dict[str, Any]:
-    """Return the numbers outside of a step that it reads. Compiled loops have them as constants."""
-    if not inspect.isfunction(step):
-        return {}
-    read = inspect.getclosurevars(step)
-    every = {**read.globals, **read.nonlocals}
-    return {name: value for name, value in every.items() if isinstance(value, int | float)}
-
-
-_NUMBERS: WeakKeyDictionary[type, dict[str, Any]] = WeakKeyDictionary()  # at the first call
-_CHANGED = "a number that it reads has changed, and each would take seconds; make it one of units"
 
 
 @functools.cache

@@ -213,10 +213,11 @@ class CellCall:
         def find(settled: Settled) -> Fit:
             later = later_state(core, inputs, states)
             measured = largest_first(core, inputs, later, settled.step)
+            idle = idle_steps(core, inputs, later)
             sizes = footprint(core, measured, later, memory=memory, first=states)
             if not self.compile:  # where a block is one operation
                 sizes = grown(sizes, settled.planned / max(1, core.settled.seen))
-            if idle := idle_steps(core, inputs, later):
+            if idle:
                 given = sum(shape.numel() * kind.itemsize for shape, kind, _ in core.output_like)
                 sizes = partly_idle(sizes, idle, len(inputs), given)
             return fit_measured(core, measured, later, memory, sizes)[0]

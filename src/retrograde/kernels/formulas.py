@@ -21,6 +21,7 @@ import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -138,7 +139,14 @@ def loops_of(formula: Formula, dtype: torch.dtype) -> Any:
     of = code.co_code, code.co_consts, code.co_names, code.co_varnames, code.co_freevars
     shape = formula.gates, formula.states, formula.split, formula.units
     key = hashlib.sha256(repr((of, sorted(numbers.items()), shape)).encode()).hexdigest()[:24]
+    if _FIRST.setdefault(step, key) != key:
+        return (
+            "a number that it reads has changed, and each would take seconds; make it one of units"
+        )
     return _compiled(key, formula, dtype)
+
+
+_FIRST: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # by step, the key of its first numbers
 
 
 @functools.lru_cache(maxsize=64)

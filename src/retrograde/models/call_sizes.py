@@ -195,6 +195,18 @@ def too_small(memory: int, least: int, kind: Known) -> BudgetError:
     )
 
 
+def larger(name: str, need: int, room: int, kind: Known) -> str:
+    """Return the warning of a call that takes more than was planned (rule 12)."""
+    return _LARGER.format(name, need, room, kind.least_bytes)
+
+
+_LARGER = (
+    "layer {} takes more for these data than for all data of the same shapes before: this pass "
+    "needs {} bytes of the {} allowed; the next ones keep the budget if it is at least {}; let the "
+    "sample, or the first call, have the data that need the most"
+)
+
+
 class Plans:
     """The measurements and plans of the recent passes through some layers. A copy is empty.
 

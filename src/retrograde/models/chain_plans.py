@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError
 from retrograde.models.arguments import with_nodes
-from retrograde.models.call_sizes import Known, Plans
+from retrograde.models.call_sizes import Known, Plans, larger
 from retrograde.models.given import Given, made_by, tensors_in, tied
 from retrograde.models.refill import Row
 from retrograde.models.trials import Tried, try_call
@@ -135,15 +135,14 @@ class ChainPlans(Plans):
         if kind.is_ordinary(plan) and not kind.most:
             return None
         row, before, value, made = Row(plan, kind.tied), None, input, list[Tensor | None]()
-        larger: list[str] = []
+        grown = list[str]()
         for number, unit in enumerate(kind.units):
             given = Given((value,))
             with kind.watched(number, [net], given, made if number else None) as grew:
                 value, before = row.run(number, unit, unit.forward, given, made, before)
-            made, larger = made_by(value, given.leaves), [*larger, *grew]
-        if larger and (need := peak_of(kind.sizes, plan)) > room:
-            told = _GROWS.format(larger[0], need, room, kind.least_bytes)
-            warnings.warn(told, stacklevel=4)
+            made, grown = made_by(value, given.leaves), [*grown, *grew]
+        if grown and (need := peak_of(kind.sizes, plan)) > room:
+            warnings.warn(larger(grown[0], need, room, kind), stacklevel=4)
         return value
 
     def _kind(self, net: nn.Sequential, input: Any) -> Known | None:
@@ -153,11 +152,6 @@ class ChainPlans(Plans):
 
 
 Layers = Sequence[tuple[str, nn.Module]]
-_GROWS = (
-    "layer {} takes more for these data than for all data of the same shapes before: this pass "
-    "needs {} bytes of the {} allowed; the next ones keep a budget of at least {}; let the first "
-    "call have the data that need the most"
-)
 _NOTHING = (
     "there is nothing to backpropagate: expected a layer with a parameter, or an input, that "
     "requires a gradient, and no meta or fake tensors"

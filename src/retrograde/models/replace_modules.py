@@ -7,11 +7,15 @@ anything changes.
 
 import functools
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any, TypeGuard, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules import container
 from torch.nn.utils import parametrize
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError
 from retrograde.models.sequential import Sequential
@@ -109,3 +113,31 @@ def _class_for(module: Swappable) -> type[Budgeted]:
         f"only wraps its forward; derive it from rg.{module.mode.split('_')[0]}, and it is given a "
         "budget as it is"
     )
+
+
+def as_if_recorded(outputs: Any, given: Sequence[Tensor]) -> Any:
+    """Return outputs that require a gradient as recorded ones do; they may be written to."""
+    if isinstance(outputs, PackedSequence):
+        return outputs._replace(data=as_if_recorded(outputs.data, given))
+    if not isinstance(outputs, Tensor):
+        return pytree.tree_map_only(Tensor, lambda t: as_if_recorded(t, given), outputs)
+    if not (outputs.is_floating_point() or outputs.is_complex()):
+        return outputs
+    return _Historied.apply(outputs.detach(), *given)  # type: ignore[no-untyped-call]
+
+
+class _Historied(torch.autograd.Function):
+    """The same tensor, with a history that keeps nothing in memory."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, *given: Tensor) -> Tensor:
+        ctx.mark_dirty(t)
+        return t
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise CellError(
+            "the model's forward pass differentiates through a budgeted module: budget() runs it "
+            "on the sample without recording that; expected a model that is differentiated by its "
+            "caller"
+        )

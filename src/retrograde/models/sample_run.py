@@ -20,31 +20,34 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from retrograde.errors import BudgetError, CellError, RetrogradeError
+from retrograde.machine import MEASURING, unpacked
 from retrograde.models.call_order import CallOrder, Layers, ModuleCall, noted
 from retrograde.models.call_sizes import Known
 from retrograde.models.given import tensors_in
 from retrograde.models.phases import as_accumulated
-from retrograde.models.replace_modules import Budgeted, Swappable, replace_module, twin, wrapped
+from retrograde.models.replace_modules import (
+    Budgeted,
+    Swappable,
+    as_if_recorded,
+    replace_module,
+    twin,
+    wrapped,
+)
 from retrograde.models.rows import CalledRow, Tied, released
 from retrograde.models.timeline import Timeline
 from retrograde.plan.calls import Waits, peak_of
 from retrograde.recurrent.weights import last_weights
 from retrograde.replay.generators import sources
 from retrograde.replay.referents import find_referents
-from retrograde.replay.surroundings import (
-    Ambient,
-    muted_modules,
-    put_back,
-)
+from retrograde.replay.surroundings import Ambient, muted_modules, put_back
 from retrograde.run.core import hooked
 from retrograde.run.transforms import hooks_of_all, refuse_transforms, uncompiled
-from retrograde.sizes.allocations import measure
+from retrograde.sizes.allocations import measure, measure_phases
 from retrograde.sizes.cache import signature
 from retrograde.sizes.elsewhere import Elsewhere, Filled
-from retrograde.sizes.ordinary import expanded
+from retrograde.sizes.ordinary import FEW_BYTES, FEW_STEPS, expanded
 
 _USEFUL, _ALMOST_ONE = 0.9, 1 - 2**-24
 _ONES = 0x12DD9BB3  # a state's word of Python's generator, from which it draws ones alone
@@ -61,6 +64,7 @@ class Watched(ABC):
         self.name, self.title = name, title
         self.calls: dict[Hashable, int] = {}
         self.sizes: dict[Hashable, tuple[int, int]] = {}
+        self.held: dict[tuple[Hashable, int], int] = {}  # by kind and budget, between the passes
 
     def watched(self) -> AbstractContextManager[None]:
         """Watch its calls within a block."""
@@ -89,8 +93,15 @@ class Watched(ABC):
         return bool(self.calls) and self.minimum_bytes > _USEFUL * self.ordinary_bytes
 
     def used(self, part: int) -> int:
-        """Return the bytes of all calls if each has this part of the budget."""
-        return sum(calls * min(part, self.sizes[kind][1]) for kind, calls in self.calls.items())
+        """Return the bytes of all calls if each has this part of the budget. Those that wait for
+        the backward pass take what they hold."""
+        held, most = 0, 0
+        for kind, calls in self.calls.items():
+            size = min(part, self.sizes[kind][1])
+            stays = self.held.get((kind, size), size)
+            held, most = held + calls * stays, max(most, size - stays)
+        ordinary = self.ordinary_bytes
+        return held + most if part >= ordinary else min(held + most, self.used(ordinary))
 
     def part(self, share: int, of: int) -> int:
         """Return the least bytes, plus ``share / of`` of what it could use beyond them."""
@@ -160,11 +171,13 @@ class WatchedModule(Watched):
             sizes = (tuple(one.batch_sizes.tolist()) for one in packed)
             kind = (*map(signature, given), *sizes)
             self._seen(kind, lambda: self._ask(args, kwargs))
+            if self.calls[kind] == FEW_STEPS:  # it is called step by step
+                self._note_held(kind, partial(run, *args, **kwargs), (args, kwargs))
             assert self.elsewhere is not None
             self.elsewhere.begin(values, counts=False)
             with torch.no_grad():
                 outputs = run(*args, **kwargs)
-            outputs = _as_if_recorded(outputs, used)
+            outputs = as_if_recorded(outputs, used)
             self.elsewhere.end(outputs)
             return outputs
 
@@ -190,6 +203,25 @@ class WatchedModule(Watched):
         except BudgetError as refusal:
             least = refusal.minimum_bytes
         return min(least, ordinary), ordinary
+
+    def _note_held(self, kind: Hashable, plain: Callable[[], Any], given: Any) -> None:
+        """Note what a call holds within its least budget, and without one, if that is little."""
+        before, self.twin.memory = self.twin.memory, self.sizes[kind][0]
+        calls: Sequence[Any] = (partial(self.twin, *given[0], **given[1]), plain)
+        for call, size in zip(calls, self.sizes[kind], strict=True):
+            if size <= FEW_BYTES:
+                self.held[kind, size] = min(size, _held_by(call))
+        self.twin.memory = before
+
+
+def _held_by(call: Callable[[], Any]) -> int:
+    """Return what the graph of a call holds beyond its results."""
+    kept = list[Any]()
+    with MEASURING, unpacked(), torch.enable_grad():
+        memory = [t.untyped_storage() for t in tensors_in(call())]
+        given = sum({one.data_ptr(): one.nbytes() for one in memory}.values())
+        phase, _ = measure_phases([lambda: kept.append(call()), kept.clear])
+    return max(0, phase.growth() - given)
 
 
 class WatchedRow(Watched):
@@ -387,34 +419,6 @@ def bytes_of_a_pass(model: nn.Module, sample: Any) -> int:
         if type(error) is RetrogradeError:  # a rerun computes something else
             raise
         return 0
-
-
-def _as_if_recorded(outputs: Any, given: Sequence[Tensor]) -> Any:
-    """Return outputs that require a gradient as recorded ones do; they may be written to."""
-    if isinstance(outputs, PackedSequence):
-        return outputs._replace(data=_as_if_recorded(outputs.data, given))
-    if not isinstance(outputs, Tensor):
-        return pytree.tree_map_only(Tensor, lambda t: _as_if_recorded(t, given), outputs)
-    if not (outputs.is_floating_point() or outputs.is_complex()):
-        return outputs
-    return _Historied.apply(outputs.detach(), *given)  # type: ignore[no-untyped-call]
-
-
-class _Historied(torch.autograd.Function):
-    """The same tensor, with a history that keeps nothing in memory."""
-
-    @staticmethod
-    def forward(ctx: Any, t: Tensor, *given: Tensor) -> Tensor:
-        ctx.mark_dirty(t)
-        return t
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise CellError(
-            "the model's forward pass differentiates through a budgeted module: budget() runs it "
-            "on the sample without recording that; expected a model that is differentiated by its "
-            "caller"
-        )
 
 
 @contextmanager

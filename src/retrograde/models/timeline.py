@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from retrograde.models.call_sizes import Known, too_small
+from retrograde.models.call_sizes import Known, larger, too_small
 from retrograde.models.given import Given, tensors_in
 from retrograde.models.refill import Dropped, Row
 from retrograde.plan.calls import Part, Waits, held_of, peak_of
@@ -163,8 +163,7 @@ class Timeline:
             kind, parts = now[at]
             own = kind.least_bytes if parts is None else peak_of(kind.sizes, parts)
             if (need := self._before(now, at) + own) > self.memory:
-                told = _GROWS.format(grown, need, self.memory, kind.least_bytes)
-                warnings.warn(told, stacklevel=7)
+                warnings.warn(larger(grown, need, self.memory, kind), stacklevel=7)
             return
         if row is self.rows[-1]:
             self._found(now)
@@ -223,11 +222,6 @@ class Timeline:
 
 _Running = dict[int, tuple[Known, tuple[Part, ...] | None]]
 _MOST_KINDS = 32
-_GROWS = (
-    "layer {} takes more for these data than for all data of the same shapes before: this pass "
-    "needs {} bytes of the {} allowed; the next ones keep the budget if it is at least {}; give "
-    "budget() a sample that needs the most"
-)
 _SURPRISE = (
     "layer {} was given another kind of input than this pass was planned for: it needs {} bytes of "
     "the {} allowed; give budget() as much if such passes come again"
