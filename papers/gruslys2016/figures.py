@@ -216,8 +216,7 @@ def _draw_policies(axes: Axes, lengths: Integers, slots: int) -> dict[str, Integ
 def _against_chen(lengths: Integers, beta: int) -> tuple[Integers, Integers, Integers]:
     """For each length √t·(1+β) rounded down, the least memory at cost 2, the cost in the first.
 
-    All at once, over every memory that may be needed: one by one,
-    :func:`retrograde.least_memory` would begin anew for each length.
+    All at once, over every memory that may be needed.
     """
     room = np.array([isqrt(t * (1 + beta) ** 2) for t in lengths.tolist()])
     memories = np.arange(1, room.max() + 1)[:, np.newaxis]

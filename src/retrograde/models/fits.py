@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -12,12 +13,12 @@ from retrograde.cells.stateful import Stateful
 from retrograde.cells.unroll import CellCall, refuse_compiled
 from retrograde.errors import CellError
 from retrograde.models.chain_plans import ChainFit
-from retrograde.models.profile import iteration_seconds
 from retrograde.models.replace_modules import twin
 from retrograde.plan.fit import Fit
 from retrograde.replay.trees import flatten_inputs
 from retrograde.run.layout import Straight, check_length
-from retrograde.sizes.timing import time_steps
+from retrograde.schedule.actions import Verb
+from retrograde.sizes.timing import RangeTimes, time_steps
 from retrograde.units import Memory, parse_memory
 
 _REPEATS = 3  # timings of each kind of step
@@ -95,3 +96,18 @@ def fit(
         found, core, read, later = call.planned(cell, state)
         times = time_steps(core, read, later, _REPEATS)
     return replace(found, seconds=iteration_seconds(found, times))
+
+
+def iteration_seconds(found: Fit, times: RangeTimes) -> float:
+    """Return the predicted time of an iteration by a schedule, from the times of ranges.
+
+    A schedule records and backpropagates every step once, whatever else it runs forward. Ordinary
+    backpropagation through a long sequence takes longer on CPUs: the system maps its memory again.
+    """
+    length, records = found.schedule.length, int(np.sum(found.schedule.kind == Verb.RECORD))
+    again, calls = found.forward_steps - length, found.calls - 2 * records
+    return (
+        times.forward(calls, again)
+        + times.record(records, length)
+        + times.backward(records, length)
+    )

@@ -1,52 +1,27 @@
-"""``profile``: the cost of a step in bytes and seconds, and the effect of each budget.
+"""``profile``: the cost of a step in bytes and seconds, which is what a planner needs.
 
 The functions that will run a schedule are measured: their bytes
-(:mod:`retrograde.sizes.footprint`) and their seconds (:mod:`retrograde.sizes.timing`). From these
-alone the planner (:mod:`retrograde.plan.fit`) predicts the peak and the number of forward steps,
-for any length and any budget. The seconds are
-
-    forward · (steps run again) + (record + backward) · (all steps),   and likewise for the calls
-
-since a schedule records and backpropagates every step once, whatever else it runs forward.
-
-Known limits: seconds are those of short ranges, whose memory is mapped and whose data are in the
-caches. On CPUs ordinary backpropagation through a long sequence takes longer, since the system maps
-its memory again at every call.
+(:mod:`retrograde.sizes.footprint`) and their seconds (:mod:`retrograde.sizes.timing`).
 """
 
-from dataclasses import dataclass, field, replace
-from typing import Any, SupportsIndex, overload
+from dataclasses import dataclass
+from typing import Any, overload
 
-import numpy as np
 from torch import nn
 
 from retrograde.cells.cell import Cell, examine, later_state
 from retrograde.errors import CellError
 from retrograde.models.chain_plans import measure_network
-from retrograde.plan.arguments import integer
-from retrograde.plan.fit import Fit, Footprint, fit
 from retrograde.replay.switches import autocast_as_now
 from retrograde.replay.trees import flatten, flatten_state
 from retrograde.run.layout import Straight, check_length
 from retrograde.schedule import Chain
-from retrograde.schedule.actions import Verb
 from retrograde.sizes.footprint import footprint
-from retrograde.sizes.timing import RangeTimes, time_steps
-from retrograde.units import Memory, aligned, format_bytes
+from retrograde.sizes.timing import time_steps
+from retrograde.units import aligned, format_bytes
 
 # A cell's one input is repeated over as many steps as ordinary backpropagation is measured on.
 _LENGTH = 256
-
-
-def iteration_seconds(found: Fit, times: RangeTimes) -> float:
-    """Return the predicted time of an iteration by a schedule, from the times of ranges."""
-    length, records = found.schedule.length, int(np.sum(found.schedule.kind == Verb.RECORD))
-    again, calls = found.forward_steps - length, found.calls - 2 * records
-    return (
-        times.forward(calls, again)
-        + times.record(records, length)
-        + times.backward(records, length)
-    )
 
 
 @dataclass(frozen=True)
@@ -62,7 +37,6 @@ class Profile:
         backward_seconds: backpropagating it.
         parameters: the number of tensors besides inputs and state that receive a gradient.
         draws: whether the step draws random numbers.
-        sizes, times: the bytes and seconds of ranges of steps.
     """
 
     state_bytes: int
@@ -73,8 +47,6 @@ class Profile:
     backward_seconds: float
     parameters: int
     draws: bool
-    sizes: Footprint = field(repr=False)
-    times: RangeTimes = field(repr=False)
 
     @property
     def beta(self) -> int:
@@ -85,32 +57,6 @@ class Profile:
     def alpha(self) -> int:
         """The same with its input hidden state (α)."""
         return self.beta + 1
-
-    def buys(self, memory: Memory, length: SupportsIndex) -> Fit:
-        """Return the effect of a budget for a sequence.
-
-        Args:
-            memory: bytes, a size (``"64MiB"``), or a fraction of ordinary backpropagation's memory
-                (``0.05``, ``"5%"``).
-            length: steps of the sequence, which need not exist.
-
-        Returns:
-            A :class:`~retrograde.plan.fit.Fit`, with predicted seconds.
-
-        Raises:
-            BudgetError: the budget is too small; the message names the least.
-            ScheduleError: the length is not a positive integer.
-            UnitError: the memory cannot be read.
-
-        Example:
-            >>> import torch
-            >>> p = profile(lambda x, h: (h, torch.tanh(x + h)), *torch.randn(2, 4, 8))
-            >>> found = p.buys("20%", 1000)
-            >>> found.peak_bytes <= found.budget_bytes == found.ordinary_bytes // 5
-            True
-        """
-        found = fit(integer("length", length), memory, self.sizes)
-        return replace(found, seconds=iteration_seconds(found, self.times))
 
     def __str__(self) -> str:
         rows = [
@@ -141,7 +87,7 @@ def profile(cell: Cell, x: Any, state: Any = None, *, repeats: int = 9) -> Profi
 def profile(
     cell: Cell | nn.Sequential, x: Any, state: Any = None, *, repeats: int = 9
 ) -> Profile | Chain:
-    """Measure a step of a cell, to predict the effect of each budget.
+    """Measure a step of a cell: what :func:`retrograde.plan` needs.
 
     For a ``Sequential`` every layer is measured, and the result is a chain that
     :func:`retrograde.plan` plans.
@@ -154,8 +100,7 @@ def profile(
         repeats: how often each part is timed; results are medians.
 
     Returns:
-        A :class:`Profile`; ``print`` shows it as a table, and :meth:`Profile.buys` predicts the
-        effect of a budget for a sequence of any length. For a ``Sequential``, a
+        A :class:`Profile`; ``print`` shows it as a table. For a ``Sequential``, a
         :class:`~retrograde.schedule.chain.Chain`.
 
     Raises:
@@ -163,6 +108,7 @@ def profile(
 
     Example:
         >>> import torch
+        >>> from retrograde import plan
         >>> cell = torch.nn.GRUCell(8, 16)
         >>> def step(x, h):
         ...     h = cell(x, h)
@@ -170,8 +116,8 @@ def profile(
         >>> p = profile(step, torch.zeros(4, 8), torch.zeros(4, 16))
         >>> p.state_bytes, p.alpha > 2
         (256, True)
-        >>> p.buys("100%", 100).forward_steps
-        100
+        >>> plan(1000, 50, "msm", alpha=p.alpha, beta=p.beta).peak <= 50
+        True
         >>> net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
         >>> profile(net, torch.zeros(4, 8)).output_bytes
         (256, 256, 32)
@@ -204,6 +150,4 @@ def profile(
         backward_seconds=times.backward.step_seconds,
         parameters=len(core.parameters),
         draws=core.ambient.draws,
-        sizes=sizes,
-        times=times,
     )

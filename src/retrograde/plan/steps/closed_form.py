@@ -60,7 +60,7 @@ def repetitions(length: int, memory: int) -> int:
 
 def split_of(length: int, memory: int, r: int) -> int:
     """Return the largest D(t, m), position of the next stored state (G16 eq. 3), with fewest
-    actions, of a segment whose steps are run again r ≥ 1 times at most.
+    actions. No step of the segment is run again more than r ≥ 1 times.
 
     The segment has binom(memory + r − 1, memory) to binom(memory + r, memory) steps, at least 2.
     Its left segment has r − 1 repetitions, its right segment a slot less. Fewest actions means
