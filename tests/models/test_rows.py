@@ -531,6 +531,28 @@ def test_the_pass_that_is_measured_leaves_no_trace():
     same(trained(model, x.detach()), trained(plain, x.detach()))
 
 
+class Capturing(Loop):
+    """Hooks its blocks in its first pass, and notes so, as transformers' models do."""
+
+    def forward(self, x):
+        if not getattr(self, "is_hooked", False):
+            self.is_hooked = True
+            for block in self.blocks:
+                block.register_forward_hook(self.note)
+        self.made = []
+        return super().forward(x) + len(self.made)
+
+    def note(self, module, given, result):
+        self.made.append(None)
+
+
+def test_hooks_of_a_first_pass_leave_no_trace():
+    plain, model, x = Capturing(), Capturing(), inputs()
+    rg.budget(model, "50%", x)
+    for _ in range(2):
+        same(trained(model, x), trained(plain, x))
+
+
 class Never(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

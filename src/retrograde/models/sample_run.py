@@ -425,7 +425,7 @@ def bytes_of_a_pass(model: nn.Module, sample: Any) -> int:
 def untouched(model: nn.Module) -> Iterator[None]:
     """Restore, after the block, everything that a forward pass changes in a model (rule 3).
 
-    These are random states, buffers, gradients, and the attributes of all modules.
+    These are random states, buffers, gradients, hooks, and the attributes of all modules.
     """
     found = find_referents([model, *hooks_of_all()])
     parts = found.parts()
@@ -434,6 +434,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
     weights = [(w := part._flat_weights, [*w]) for part in parts if isinstance(part, nn.RNNBase)]
     buffers = tuple({id(b): b for part in parts for b in part.buffers(recurse=False)}.values())
     grads = [(p, p.grad) for p in model.parameters()]
+    tables = (one for part in parts for name, one in vars(part).items() if name.endswith("_hooks"))
+    hooks = [(one, {**one}) for one in tables if isinstance(one, dict)]
     ambient = Ambient(torch.device("cpu"), tuple(chance), buffers)
     try:
         with put_back(found), ambient.without_trace():
@@ -441,5 +443,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
     finally:
         for listed, were in weights:
             listed[:] = were  # torch changes them with an attribute
+        for table, had in hooks:
+            table.clear()
+            table.update(had)
         for p, grad in grads:
             p.grad = grad
