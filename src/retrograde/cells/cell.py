@@ -142,21 +142,19 @@ def examine(
     state: Tensors,
     state_spec: Structure,
     made_of: Sequence[Any] | None = None,
-    *,
-    reruns: bool = True,
 ) -> StepCore:
     """Make a cell's core from one trial step on its flat input and state; leave no trace.
 
     ``made_of``, by default the cell, is searched for captured tensors that require a gradient (rule
-    5). It is searched for generators and buffers too (rules 2 and 3). ``reruns`` says whether steps
-    will be recomputed. Raises CellError if the cell cannot be run exactly (rule 6).
+    5). It is searched for generators and buffers too (rules 2 and 3). Raises CellError if the cell
+    cannot be run exactly (rule 6).
     """
     device = device_of(*state, *inputs)
     _check_trackable([*inputs, *state])
     x = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
     made_of = [*([cell] if made_of is None else made_of), *hooks_of_all()]
     step = _Trying(cell, x, input_spec, state, state_spec)
-    trial = try_out(step, made_of, device, _tensors_of, reruns=reruns)
+    trial = try_out(step, made_of, device, _tensors_of)
     core = _core_like(trial.value[0], cell, input_spec, state, state_spec, device)
     outputs, states, *_ = trial.value[0]
     core = replace(

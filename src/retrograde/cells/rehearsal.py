@@ -18,7 +18,7 @@ from retrograde.replay.surroundings import muted_hooks
 from retrograde.replay.trees import Tensors
 from retrograde.replay.trial import OTHERWISE
 from retrograde.run.autograd_core import run_ordinary
-from retrograde.run.core import Gradients
+from retrograde.run.core import Gradients, raise_again
 from retrograde.run.executor import Run
 from retrograde.run.layout import Inputs, Straight
 from retrograde.run.settled import Settled
@@ -42,7 +42,10 @@ def rehearse(core: StepCore, inputs: Inputs, state: Tensors) -> bool:
     """
     if core.fused or core.per_call > 1:
         return False
-    return measure(partial(_compare, core, inputs, state), device=core.ambient.device).value
+    try:
+        return measure(partial(_compare, core, inputs, state), device=core.ambient.device).value
+    except RuntimeError as error:
+        raise_again(error, "the cell")
 
 
 def _compare(core: StepCore, inputs: Inputs, state: Tensors) -> bool:

@@ -191,7 +191,7 @@ class CellCall:
     def examine(self, cell: Cell, states: Tensors, spec: Structure) -> StepCore:
         """Return the core of a cell, tried on the first step."""
         with autocast_as_now(self.tensors[0].device), torch.enable_grad():
-            core = examine(cell, self.steps[0], self.spec, states, spec, reruns=bool(self.asked))
+            core = examine(cell, self.steps[0], self.spec, states, spec)
         return compiled_steps(core) if self.compile else core
 
     def fit(self, core: StepCore, states: Tensors) -> tuple[Fit, Settled]:

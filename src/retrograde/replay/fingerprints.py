@@ -104,7 +104,7 @@ def _few_words(t: Tensor) -> NDArray[Any] | None:
 
 def _weighted(numbers: NDArray[Any]) -> int:
     """Return the sum of the words of an array, each by a weight of its own."""
-    numbers = numbers.reshape(-1)
+    numbers = np.ascontiguousarray(numbers).reshape(-1)
     if numbers.nbytes % 8:
         return hash(numbers.tobytes())
     return int(np.dot(numbers.view(np.int64), _SMALL_WEIGHTS[: numbers.nbytes // 8]))

@@ -24,8 +24,6 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C import _functorch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -71,20 +69,17 @@ def try_out(
     made_of: Sequence[Any],
     device: torch.device,
     results: Callable[[T], Sequence[Tensor]],
-    *,
-    reruns: bool = True,
 ) -> Trial[T]:
     """Run a call with autograd recording, and put back what it drew and changed, but for caches.
 
-    ``made_of`` are the objects in which to search for what the call depends on. ``reruns`` says
-    whether the call will be run again for the backward pass.
+    ``made_of`` are the objects in which to search for what the call depends on.
 
     Raises:
-        CellError: the call keeps a state of its own, writes to a captured tensor, takes a gradient,
-            or computes something else when it runs again.
+        CellError: the call keeps a state of its own, writes to a captured tensor, or computes
+            something else when it runs again.
     """
     found = find_referents(made_of)
-    with MEASURING, unpacked(), _Watch(reruns), torch.enable_grad():
+    with MEASURING, unpacked(), torch.enable_grad():
         trial = _Trial(call, found, device, results)
         try:
             mark, value = trial.run()
@@ -275,39 +270,6 @@ class _Seeded(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Watch(TorchFunctionMode):
-    """Refuses a call that takes a gradient, or checkpoints by itself, if there are ``reruns``."""
-
-    def __init__(self, reruns: bool) -> None:
-        super().__init__()
-        self.depth, self.outside = MEASURING.depth, not reruns or in_checkpoint()
-        self.reruns, self.hooks = reruns, _hooks()
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        ours = MEASURING.depth > self.depth  # a measurement within the trial
-        wrapped = ours or _functorch.peek_interpreter_stack() is not None
-        if func in _GRADIENTS and self.reruns and not wrapped:
-            raise CellError(_DIFFERENTIATES.format(_GRADIENTS[func]))
-        # A checkpoint works by hooks, or without gradients; to look for one takes some µs.
-        unusual = _hooks() != self.hooks or not torch.is_grad_enabled()
-        if unusual and not self.outside and in_checkpoint():
-            raise CellError(_CHECKPOINTS)
-        return func(*args, **(kwargs or {}))
-
-
-_GRADIENTS = {
-    torch.autograd.grad: "torch.autograd.grad",
-    torch.autograd.backward: "torch.autograd.backward",
-    Tensor.backward: "Tensor.backward",
-}
-
-
-def _hooks() -> Any:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
-
-
 def in_checkpoint() -> bool:
     """Return whether ``torch.utils.checkpoint`` runs the caller of this function."""
     file = getattr(sys.modules.get("torch.utils.checkpoint"), "__file__", None)
@@ -406,12 +368,4 @@ _REPLACES = (
 _WRITES = (
     "the cell writes in place to a tensor of shape {} that it captured: expected it to stay "
     "unchanged; register it as a buffer of a module, or make it part of the state"
-)
-_DIFFERENTIATES = (
-    "the cell calls {}, which needs a graph, but within a budget a step first runs without one: "
-    "expected a step without gradients inside; take them by torch.func.grad, or use memory=None"
-)
-_CHECKPOINTS = (
-    "the cell runs torch.utils.checkpoint, but within a budget it is recomputed anyway: expected "
-    "it without; turn its checkpointing off, or use memory=None"
 )
