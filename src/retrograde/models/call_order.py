@@ -8,6 +8,8 @@ nearly all of these.
 """
 
 import itertools
+import sys
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterator
 from contextlib import contextmanager
@@ -27,7 +29,6 @@ from retrograde.models.replace_modules import is_chain
 from retrograde.models.rows import Tied, passes_through, rides
 from retrograde.models.sequential import Sequential
 from retrograde.replay.surroundings import version
-from retrograde.replay.trial import in_checkpoint
 from retrograde.run.transforms import besides_forward
 
 _BUDGETED = (nn.RNNBase, Sequential, Recurrent)
@@ -106,7 +107,7 @@ def noted(model: nn.Module) -> Iterator[ModuleCall]:
         return found
 
     def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        call = ModuleCall(names[id(module)], module, in_checkpoint())
+        call = ModuleCall(names[id(module)], module, _in_checkpoint())
         stack[-1][0].inside.append(call)
         stack.append((call, _Begun(args, kwargs)))
 
@@ -317,3 +318,10 @@ def _all(around: ModuleCall) -> Iterator[ModuleCall]:
     for call in around.inside:
         yield call
         yield from _all(call)
+
+
+def _in_checkpoint() -> bool:
+    """Return whether ``torch.utils.checkpoint`` runs the caller of this function."""
+    file = getattr(sys.modules.get("torch.utils.checkpoint"), "__file__", None)
+    frames = traceback.walk_stack(None) if file is not None else ()
+    return any(frame.f_code.co_filename == file for frame, _ in frames)

@@ -14,12 +14,10 @@ Known limits: some things stay as a call left them. These are large captured ten
 call wrote to, lists, a closure's variables, globals, and what cannot be found from the cell.
 """
 
-import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from types import FrameType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -268,20 +266,6 @@ class _Seeded(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen |= torch.Tag.nondeterministic_seeded in func.tags
         return func(*args, **(kwargs or {}))
-
-
-def in_checkpoint() -> bool:
-    """Return whether ``torch.utils.checkpoint`` runs the caller of this function."""
-    file = getattr(sys.modules.get("torch.utils.checkpoint"), "__file__", None)
-    return file is not None and any(frame.f_code.co_filename == file for frame in _frames())
-
-
-def _frames() -> Iterator[FrameType]:
-    """Iterate over what is being run, from the caller outward."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 class _Rewritten:
