@@ -75,19 +75,16 @@ class Run:
         """Perform the rest, from the first ``Backward`` on. Reruns leave no trace; what the steps'
         own backward passes draw and change stays, as in the plain loop."""
         while self.done < len(self.actions):
-            match self.actions[self.done]:
-                case Backward(start, _):
-                    self.done, self.state = self.done + 1, []
-                    self._consume(inputs, start, gradients)
-                case _:
-                    with self.without_trace():
-                        self._until_backward(inputs, None)
+            if isinstance(action := self.actions[self.done], Backward):
+                self.done, self.state = self.done + 1, []
+                self._consume(inputs, action.start, gradients)
+                continue
+            with self.without_trace():
+                self._until_backward(inputs, None)
         self.state = []
 
     def _until_backward(self, inputs: Inputs, emit: Emit | None) -> None:
-        while self.done < len(self.actions):
-            if isinstance(self.actions[self.done], Backward):
-                return
+        while self.done < len(self.actions) and not isinstance(self.actions[self.done], Backward):
             self._perform(inputs, emit)
 
     @contextmanager
