@@ -101,7 +101,7 @@ class Run:
         try:
             with ambient.without_trace() if changes else nullcontext():
                 yield
-        except Exception as error:
+        except RuntimeError as error:  # others may be those of a caller that reads inputs
             raise_again(error, f"a step of the cell after step {self.position}")
 
     def clear(self) -> None:
