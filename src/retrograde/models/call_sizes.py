@@ -75,13 +75,6 @@ class Known:
     raw: list[CallSizes] = field(default_factory=list)
     most: dict[int, int] = field(default_factory=dict)
 
-    def add(self, unit: Unit, found: CallSizes, *, last: bool, made: int | None = None) -> None:
-        """Add the next call, whose operations ``made`` so many bytes, if that depends on data."""
-        if made is not None:
-            self.most[len(self.raw)] = made
-        self.raw.append(found)
-        self._add(unit, found, last=last)
-
     @contextmanager
     def watched(
         self, at: int, layers: Sequence[nn.Module], given: Given,
@@ -100,17 +93,22 @@ class Known:
         with MEASURING:
             self.raw[at] = Plans().measure(self.units[at], layers, given, made, self.tied)
             self.most[at] = found.nbytes
-            units, self.units, self.sizes = self.units, [], []
-            for k, one in enumerate(zip(units, self.raw, strict=True)):
-                self._add(*one, last=k + 1 == len(units))
+            every = [*zip(self.units, self.raw, strict=True)]
+            self.units, self.sizes, self.raw = [], [], []
+            for k, one in enumerate(every, 1):
+                self.add(*one, last=k == len(every))
             self.settle()
             self.plans.clear()
             vars(self).pop("least_bytes", None)
         grew.append(self.units[at].name)
 
-    def _add(self, unit: Unit, found: CallSizes, *, last: bool) -> None:
-        """Add a call. What it hands on of what the call before made is held throughout. A gradient
-        that it hands on may wait in larger memory, or have to be copied."""
+    def add(self, unit: Unit, found: CallSizes, *, last: bool, made: int | None = None) -> None:
+        """Add the next call, whose operations ``made`` so many bytes, if that depends on data. What
+        it hands on of what the call before made is held throughout. A gradient that it hands on may
+        wait in larger memory, or have to be copied."""
+        if made is not None:
+            self.most[len(self.raw)] = made
+        self.raw.append(found)
         handed = found.handed_bytes if self.sizes else 0
         for at in range(len(self.sizes) - 1, -1, -1) if found.apart_bytes else ():
             self.sizes[at] = self.sizes[at].held_back(found.apart_bytes)

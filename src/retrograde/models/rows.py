@@ -226,12 +226,8 @@ class CalledRow:
             made, at = now.made_of(given), now.kind.active.index(k)
             if now.calls is not None:
                 self._measure(now.kind, at, given, made if at else None)
-            watch = (
-                nullcontext()
-                if self.seen is not None
-                else now.kind.watched(at, self.layers[k], given, made if at else None)
-            )
-            with watch as grew:
+            watch = now.kind.watched(at, self.layers[k], given, made if at else None)
+            with watch if self.seen is None else nullcontext() as grew:
                 if now.calls is None:
                     result = forward(*args, **kwargs)
                 else:

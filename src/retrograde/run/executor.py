@@ -75,19 +75,16 @@ class Run:
         """Perform the rest, from the first ``Backward`` on. Reruns leave no trace; what the steps'
         own backward passes draw and change stays, as in the plain loop."""
         while self.done < len(self.actions):
-            match self.actions[self.done]:
-                case Backward(start, _):
-                    self.done, self.state = self.done + 1, []
-                    self._consume(inputs, start, gradients)
-                case _:
-                    with self.without_trace():
-                        self._until_backward(inputs, None)
+            if isinstance(action := self.actions[self.done], Backward):
+                self.done, self.state = self.done + 1, []
+                self._consume(inputs, action.start, gradients)
+                continue
+            with self.without_trace():
+                self._until_backward(inputs, None)
         self.state = []
 
     def _until_backward(self, inputs: Inputs, emit: Emit | None) -> None:
-        while self.done < len(self.actions):
-            if isinstance(self.actions[self.done], Backward):
-                return
+        while self.done < len(self.actions) and not isinstance(self.actions[self.done], Backward):
             self._perform(inputs, emit)
 
     @contextmanager
@@ -104,7 +101,7 @@ class Run:
         try:
             with ambient.without_trace() if changes else nullcontext():
                 yield
-        except Exception as error:
+        except RuntimeError as error:  # others may be those of a caller that reads inputs
             raise_again(error, f"a step of the cell after step {self.position}")
 
     def clear(self) -> None:
