@@ -112,6 +112,7 @@ def begins(message, quote):
 
 NEAR = {  # classes that are raised under another's name, or quoted there
     "TooManyEntriesError": "ScanError",
+    "_OverwrittenError": "RuntimeError",
 }
 
 

@@ -135,8 +135,8 @@ class AutogradCore(Core):
     def _sweep(
         self, inputs: Inputs, start: int, stop: int, state: Tensors, emit: Emit | None
     ) -> Tensors:
-        """Run steps as when they are recorded, and end the graph of each with it; or without one,
-        if that is known to give the same bits."""
+        """Run steps as when they are recorded, where the graph of each ends with it. They run
+        without one, if that is known to give the same bits."""
         settled = self.settled
         records = not settled.sweeps_without_graph
         with torch.set_grad_enabled(records):
