@@ -187,8 +187,8 @@ class Timeline:
         elif len(found) == len(self.rows):
             raise too_small(self.memory, whole.least_bytes, whole)
         if need > self.memory:
-            told = _SURPRISE.format(self.rows[at].names[0], need, self.memory)
-            warnings.warn(told, stacklevel=8)
+            name = self.rows[at].names[0]
+            warnings.warn(_SURPRISE.format(name, need, self.memory), stacklevel=8)
 
     def knows(self, kinds: dict[int, Known], whole: Known) -> Known:
         """Note which kinds of input occur together, and what is known of all."""
