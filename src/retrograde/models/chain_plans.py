@@ -22,6 +22,7 @@ from retrograde.errors import CellError
 from retrograde.models.arguments import with_nodes
 from retrograde.models.call_sizes import Known, Plans
 from retrograde.models.given import Given, made_by, tensors_in, tied
+from retrograde.models.phases import do_most
 from retrograde.models.refill import Row
 from retrograde.models.trials import Tried, try_call
 from retrograde.plan.calls import CallSizes, Part, Way, kept_whole, peak_of, seconds_of
@@ -137,7 +138,7 @@ class ChainPlans(Plans):
         for number, unit in enumerate(kind.units):
             given = Given((value,))
             value, before = row.run(number, unit, unit.forward, given, made, before)
-            made = made_by(value, given.leaves)
+            made = made_by(value, given.leaves if unit.fill is None else ())
         return value
 
     def _kind(self, net: nn.Sequential, input: Any) -> Known | None:
@@ -243,7 +244,7 @@ def _try(layers: Layers, value: Any) -> Tried:
 def _result(tried: Tried, value: Any) -> Any:
     """Run a unit, and leave no trace."""
     with tried.unit.ambient.measured(), unsaved():
-        return _alone(tried.unit.forward(value), tried.wants)
+        return _alone(do_most(tried.unit, value), tried.wants)
 
 
 def _alone(value: Any, wants: Sequence[bool] | None) -> Any:

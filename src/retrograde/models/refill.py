@@ -72,6 +72,7 @@ class Unit:
         drawn: the numbers of large masks that a call draws on a CPU.
         shares_casts: whether one weight's cast by autocast has several readers in a call.
         reruns: what its reruns have shown.
+        fill: what few numbers are drawn where it does the most; None if they decide nothing.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Unit:
     drawn: int = 0
     shares_casts: bool = False
     reruns: Reruns = field(default_factory=Reruns)
+    fill: float | None = None
 
     @property
     def draws_fast(self) -> bool:

@@ -16,7 +16,7 @@ layer before it.
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -238,7 +238,8 @@ class CalledRow:
         if now is not None and number + 1 < len(self.calls):
             now.next = number + 1
             is_own = not part and k in now.kind.active  # and has not the same tensors as before
-            own = made_by(result, given.leaves) if is_own else [*tensors_in(result)]
+            may_skip = is_own and now.kind.units and now.kind.units[at].fill is not None
+            own = made_by(result, given.leaves if is_own and not may_skip else ())
             there = [y for y in own if y is not None]
             self.handed.on(now, there)
             if is_own:
@@ -376,21 +377,18 @@ class CalledRow:
         k = kind.active[at]
         layers = self.layers[k]
 
-        watch: ResultBytes | None = ResultBytes()
-
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with watch or nullcontext():
-                value = own_forward(layers[0])(*args, **kwargs)
-                for rider in layers[1:]:
-                    value = own_forward(rider)(value)
+            value = own_forward(layers[0])(*args, **kwargs)
+            for rider in layers[1:]:
+                value = own_forward(rider)(value)
             return value
 
         with MEASURING:  # another thread may be measuring the same
             if len(kind.sizes) == at:
-                unit = try_call(self.names[k], forward, layers, given).unit
-                if watch is not None and watch.varies:
-                    kind.most[at] = watch.nbytes
-                watch = None
+                tried = try_call(self.names[k], forward, layers, given)
+                unit = tried.unit
+                if tried.made.varies or tried.decides:
+                    kind.most[at] = tried.made.nbytes
                 found = self.plans.measure(unit, layers, given, made, kind.tied)
                 kind.raw.append(found)
                 kind.add(unit, found, last=at + 1 == len(kind.active))

@@ -18,13 +18,15 @@ from retrograde.errors import CellError
 from retrograde.models.arguments import Arguments
 from retrograde.models.checks import Noted, Reruns
 from retrograde.models.draws import Draws
-from retrograde.models.given import Given, made_by, tensors_in
+from retrograde.models.given import Given, ResultBytes, made_by, tensors_in
 from retrograde.models.refill import Unit, is_free
+from retrograde.replay.generators import Source
 from retrograde.replay.referents import MODULE_TABLES, Referents
 from retrograde.replay.surroundings import Ambient, version
 from retrograde.replay.trial import try_out
 from retrograde.run.states import device_of
 from retrograde.sizes.cache import signature
+from retrograde.sizes.elsewhere import FILLS, Filling, draw
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,12 +38,20 @@ class Tried:
         wants: whether each tensor of its result requires a gradient.
         is_apart: whether its result has memory that its arguments have not.
         writes: whether it writes to its arguments.
+        made: the bytes that its operations made, and whether some sizes depend on data.
     """
 
     unit: Unit
     wants: tuple[bool, ...]
     is_apart: bool
     writes: bool
+    made: ResultBytes
+
+    @property
+    def decides(self) -> bool:
+        """Whether random numbers may decide what it does."""
+        drawn = self.unit.ambient.sources
+        return not all(map(_is_torchs, drawn)) or (self.made.varies and bool(drawn))
 
 
 def try_call(
@@ -49,14 +59,33 @@ def try_call(
 ) -> Tried:
     """Run a call of some layers once.
 
+    If random numbers may decide what it does, it also runs with the smallest and the largest. The
+    trial in which it did the most counts.
+
     Raises:
         CellError: the call cannot be run again.
     """
+    tried = _tried(name, forward, layers, given, None)
+    if tried.decides:
+        others = [_tried(name, forward, layers, given, fill) for fill in FILLS]
+        sources = tried.unit.ambient.sources
+        tried = max(*others, tried, key=lambda one: one.made.nbytes)
+        more = filter(_is_torchs, tried.unit.ambient.sources)  # Python's and NumPy's were filled
+        ambient = replace(tried.unit.ambient, sources=(*dict.fromkeys((*sources, *more)),))
+        tried = replace(tried, unit=replace(tried.unit, ambient=ambient))
+    return tried
+
+
+def _tried(
+    name: str, forward: Callable[..., Any], layers: Sequence[nn.Module], given: Given,
+    fill: float | None,
+) -> Tried:  # fmt: skip
+    """Run a call of some layers once, with few numbers that it draws as ``fill`` says."""
     tensors = tensors_in(given.leaves)
     versions = [version(t) for t in tensors]
     saved: list[ref[Tensor]] = []
     drawn, reruns, ours = 0, Reruns(counts=False), set[int]()
-    noted = Noted(reruns)
+    noted, bytes_made = Noted(reruns), ResultBytes()
 
     def pack(t: Tensor) -> Tensor:
         saved.append(ref(held := t.detach()))
@@ -69,7 +98,8 @@ def try_call(
         noted = Noted(reruns)
         args, kwargs, entered = Arguments(given.leaves, given.spec).enter(given.leaves)
         ours.update(map(id, entered))
-        with saved_tensors_hooks(pack, lambda t: t), Draws() as draws:
+        draw(fill)
+        with saved_tensors_hooks(pack, lambda t: t), Draws() as draws, Filling(fill), bytes_made:
             result = forward(*args, **kwargs)
         noted.settle()
         drawn = max(drawn, draws.drawn)  # a trial that is watched draws as torch does
@@ -89,10 +119,13 @@ def try_call(
     reads = _reads_of(trial.found, trial.ambient)
     shares = torch.is_autocast_enabled(device.type) and _shares_casts(outputs)
     tried = Tried(
-        Unit(name, forward, trial.ambient, reads, drawn, shares, replace(reruns, counts=True)),
+        Unit(
+            name, forward, trial.ambient, reads, drawn, shares, replace(reruns, counts=True), fill
+        ),
         wants=tuple(t.requires_grad for t in outputs),
         is_apart=any(t is not None and t.untyped_storage().nbytes() for t in made),
         writes=versions != [version(t) for t in tensors],
+        made=bytes_made,
     )
     del trial, outputs, made
     if any(one() is not None for one in saved):  # what a graph saved lives as long as that
@@ -103,6 +136,10 @@ def try_call(
         if left.key not in _computed_names(left.holder):
             raise CellError(_LEAVES.format(name, left.called))
     return tried
+
+
+def _is_torchs(source: Source) -> bool:
+    return isinstance(source.generator, torch.Generator)
 
 
 class Leave(torch.autograd.Function):
