@@ -39,7 +39,7 @@ ROOMS = {
     "top": (817, 900),
     "schedule": (1173, 1100),
     "plan": (2670, 2000),
-    "sizes": (1508, 1300),
+    "sizes": (1524, 1300),
     "replay": (1697, 1100),
     "run": (2471, 1950),
     "kernels": (4967, 3000),  # a cell will be data, written once

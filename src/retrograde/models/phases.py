@@ -23,7 +23,7 @@ from retrograde.plan.calls import Part
 from retrograde.replay.fingerprints import fingerprints
 from retrograde.replay.surroundings import muted_hooks
 from retrograde.run.core import unsaved
-from retrograde.sizes.elsewhere import Filling, draw
+from retrograde.sizes.elsewhere import filling
 
 Weights = frozenset[Tensor]
 TURNED = -1  # a way: kept, with a turned gradient
@@ -157,8 +157,7 @@ def do_most(unit: Unit, *args: Any, **kwargs: Any) -> Any:
     """Run a unit so that it does the most that random numbers may decide."""
     if unit.fill is None:
         return unit.forward(*args, **kwargs)
-    draw(unit.fill)
-    with Filling(unit.fill):
+    with filling(unit.fill):
         return unit.forward(*args, **kwargs)
 
 

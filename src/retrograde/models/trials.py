@@ -6,6 +6,7 @@ The call runs by itself, without the graph that its arguments came from, and lea
 import gc
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import ref
@@ -26,7 +27,7 @@ from retrograde.replay.surroundings import Ambient, version
 from retrograde.replay.trial import try_out
 from retrograde.run.states import device_of
 from retrograde.sizes.cache import signature
-from retrograde.sizes.elsewhere import FILLS, Filling, draw
+from retrograde.sizes.elsewhere import FILLS, filling
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,8 +99,12 @@ def _tried(
         noted = Noted(reruns)
         args, kwargs, entered = Arguments(given.leaves, given.spec).enter(given.leaves)
         ours.update(map(id, entered))
-        draw(fill)
-        with saved_tensors_hooks(pack, lambda t: t), Draws() as draws, Filling(fill), bytes_made:
+        with (
+            nullcontext() if fill is None else filling(fill),
+            saved_tensors_hooks(pack, lambda t: t),
+            Draws() as draws,
+            bytes_made,
+        ):
             result = forward(*args, **kwargs)
         noted.settle()
         drawn = max(drawn, draws.drawn)  # a trial that is watched draws as torch does

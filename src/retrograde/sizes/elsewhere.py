@@ -4,7 +4,8 @@ import math
 import random
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
@@ -273,6 +274,21 @@ def draw(fill: float | None) -> None:
         word = _ONES if fill else 0
         random.setstate((3, (word,) * 624 + (0,), None))
         np.random.set_state(("MT19937", np.full(624, word, np.uint32), 0, 0, 0.0))
+
+
+@contextmanager
+def filling(fill: float | None) -> Iterator[None]:
+    """Let a few numbers be near to ``fill`` in a block, which leaves no trace in Python's and
+    NumPy's generators."""
+    numpy: Any = np.random.get_state
+    before = random.getstate(), numpy()
+    draw(fill)
+    try:
+        with Filling(fill):
+            yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:
