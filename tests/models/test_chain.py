@@ -967,3 +967,47 @@ def test_a_part_with_a_forward_of_its_own_is_measured_by_itself():
     sizes = rg.Sequential(*layers, memory="100%").fit(torch.randn(8, 64, 8)).sizes
     held = [size.ways[0].held_bytes for size in sizes]
     assert held[2] >= held[1] + 2 * 512 * 16 * 4
+
+
+class Chancy(nn.Module):
+    """A block that a number, drawn by Python or by torch, mostly leaves out."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.draw, self.norm = draw, nn.BatchNorm1d(16)
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        if self.draw() < 0.9:
+            return x
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+@pytest.mark.parametrize("draw", [random.random, lambda: torch.rand(())], ids=["python", "torch"])
+@pytest.mark.parametrize("way", ["sequential", "budget"])
+def test_a_layer_that_chance_mostly_leaves_out_is_planned_as_if_it_ran(draw, way, recwarn):
+    """What a trial that left it out shows would be exceeded, and its statistics not put back."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Chancy(draw) for _ in range(6)), nn.Linear(16, 16))
+    x = torch.randn(64, 16)
+    inner = rg.Sequential(*copy.deepcopy(plain), memory=1) if way == "sequential" else None
+    model = inner or copy.deepcopy(plain)
+    with pytest.raises(BudgetError) as refusal:
+        inner.fit(x) if inner else rg.budget(model, 1, x)
+    least = refusal.value.minimum_bytes
+    if inner:
+        inner.memory = least
+        elsewhere = 0
+    else:
+        elsewhere = rg.budget(model, least, x).elsewhere_bytes
+    for seed in range(12):
+        found = []
+        for one in (plain, model):
+            torch.manual_seed(seed)
+            random.seed(seed)
+            one.zero_grad(set_to_none=True)
+            taken = rg.measure(lambda one=one: one(x).sum().backward()).working_bytes
+            assert one is plain or taken <= least + elsewhere + 64
+            found.append([*(p.grad for p in one.parameters()), *one.buffers()])
+        assert all(a is b or torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert not recwarn.list

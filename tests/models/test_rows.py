@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import retrograde as rg
+from oracles.drawn_changes import read_changed
 from retrograde.models import call_sizes
 from retrograde.models.refill import Dropped
 from retrograde.models.rows import RowForward
@@ -1828,3 +1829,8 @@ def test_a_weight_of_one_of_two_rows_is_exchanged(change, memory):
     for _ in range(2):
         same(trained(ours, x), trained(theirs, x))
         assert working_bytes(ours, x) <= allowed
+
+
+@pytest.mark.parametrize("number", [361, 462])
+def test_drawn_models_whose_rows_wait_for_none_end_in_no_raw_error(number):
+    assert read_changed(number).outcome in ("exact", "told", "refused")

@@ -43,11 +43,11 @@ from retrograde.models.sample_run import (
     WatchedRows,
     bytes_of_a_pass,
     called_in_turn,
-    draw,
     untouched,
     what_is_elsewhere,
 )
 from retrograde.run.transforms import is_unreal
+from retrograde.sizes.elsewhere import draw
 from retrograde.units import Memory, aligned, as_bytes, format_bytes, parse_memory
 
 _TOLD = 3  # the most reasons in one message

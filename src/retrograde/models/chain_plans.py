@@ -23,6 +23,7 @@ from retrograde.errors import CellError
 from retrograde.models.arguments import with_nodes
 from retrograde.models.call_sizes import Known, Plans, larger
 from retrograde.models.given import Given, made_by, tensors_in, tied
+from retrograde.models.phases import do_most
 from retrograde.models.refill import Row
 from retrograde.models.trials import Tried, try_call
 from retrograde.plan.calls import CallSizes, Part, Way, kept_whole, peak_of, seconds_of
@@ -140,7 +141,8 @@ class ChainPlans(Plans):
             given = Given((value,))
             with kind.watched(number, [net], given, made if number else None) as grew:
                 value, before = row.run(number, unit, unit.forward, given, made, before)
-            made, grown = made_by(value, given.leaves), [*grown, *grew]
+            made = made_by(value, given.leaves if unit.fill is None else ())
+            grown += grew
         if grown and (need := peak_of(kind.sizes, plan)) > room:
             warnings.warn(larger(grown[0], need, room, kind), stacklevel=4)
         return value
@@ -248,7 +250,7 @@ def _try(layers: Layers, value: Any) -> Tried:
 def _result(tried: Tried, value: Any) -> Any:
     """Run a unit, and leave no trace."""
     with tried.unit.ambient.measured(), unsaved():
-        return _alone(tried.unit.forward(value), tried.wants)
+        return _alone(do_most(tried.unit, value), tried.wants)
 
 
 def _alone(value: Any, wants: Sequence[bool] | None) -> Any:

@@ -23,6 +23,7 @@ from retrograde.plan.calls import Part
 from retrograde.replay.fingerprints import fingerprints
 from retrograde.replay.surroundings import muted_hooks
 from retrograde.run.core import unsaved
+from retrograde.sizes.elsewhere import filling
 
 Weights = frozenset[Tensor]
 TURNED = -1  # a way: kept, with a turned gradient
@@ -81,7 +82,7 @@ class Phases:
     def advance(self) -> None:
         args, kwargs, _ = self._arguments()
         with unsaved():
-            self.result = [t.detach() for t in tensors_in(self.unit.forward(*args, **kwargs))]
+            self.result = [t.detach() for t in tensors_in(do_most(self.unit, *args, **kwargs))]
         every = self.state, tensors_in(self.result), tensors_in((args, kwargs))
         state, result, given = map(_memory, every)
         self.handed = sum(size for at, size in state.items() if at in result)
@@ -96,11 +97,11 @@ class Phases:
             wanted.clear()
             row, given = Row((Part(0, 1, way),)), Given(args, kwargs)
             unit = replace(self.unit, forward=self._again, reruns=self.reruns)
-            self.result, _ = row.run(0, unit, self.unit.forward, given, (), None)
+            self.result, _ = row.run(0, unit, partial(do_most, self.unit), given, (), None)
 
     def _again(self, *args: Any, **kwargs: Any) -> Any:
         torch.empty(RERUN_BYTES, dtype=torch.uint8, device=self.device)  # marks when it runs again
-        return self.unit.forward(*args, **kwargs)
+        return do_most(self.unit, *args, **kwargs)
 
     def _arguments(self) -> tuple[Any, Any, list[Tensor]]:
         """Return the arguments, and those of them that want a gradient."""
@@ -150,6 +151,14 @@ class Phases:
 
     def clear(self) -> None:
         self.result, self.state, self.root, self.edges, self.for_caller = None, [], [], [], []
+
+
+def do_most(unit: Unit, *args: Any, **kwargs: Any) -> Any:
+    """Run a unit so that it does the most that random numbers may decide."""
+    if unit.fill is None:
+        return unit.forward(*args, **kwargs)
+    with filling(unit.fill):
+        return unit.forward(*args, **kwargs)
 
 
 @contextmanager

@@ -69,6 +69,7 @@ class Unit:
         reads: the parameters and buffers that it reads and does not change.
         shares_casts: whether one weight's cast by autocast has several readers in a call.
         reruns: what its reruns have shown.
+        fill: what few numbers are drawn where it does the most; None if they decide nothing.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Unit:
     reads: Sequence[Tensor]
     shares_casts: bool = False
     reruns: Reruns = field(default_factory=Reruns)
+    fill: float | None = None
 
 
 class Saved:

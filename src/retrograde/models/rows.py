@@ -240,7 +240,8 @@ class CalledRow:
         if now is not None and number + 1 < len(self.calls):
             now.next = number + 1
             is_own = not part and k in now.kind.active  # and has not the same tensors as before
-            own = made_by(result, given.leaves) if is_own else [*tensors_in(result)]
+            may_skip = is_own and now.kind.units and now.kind.units[at].fill is not None
+            own = made_by(result, given.leaves if is_own and not may_skip else ())
             there = [y for y in own if y is not None]
             self.handed.on(now, there)
             if is_own:

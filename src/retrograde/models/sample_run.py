@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
-from torch.overrides import TorchFunctionMode
 
 from retrograde.errors import BudgetError, CellError, RetrogradeError
 from retrograde.machine import MEASURING, unpacked
@@ -46,11 +45,10 @@ from retrograde.run.core import hooked
 from retrograde.run.transforms import hooks_of_all, refuse_transforms, uncompiled
 from retrograde.sizes.allocations import measure, measure_phases
 from retrograde.sizes.cache import signature
-from retrograde.sizes.elsewhere import Elsewhere, Filled
+from retrograde.sizes.elsewhere import FILLS, Elsewhere, Filling, draw
 from retrograde.sizes.ordinary import FEW_BYTES, FEW_STEPS, expanded
 
-_USEFUL, _ALMOST_ONE = 0.9, 1 - 2**-24
-_ONES = 0x12DD9BB3  # a state's word of Python's generator, from which it draws ones alone
+_USEFUL = 0.9
 
 
 class Watched(ABC):
@@ -316,7 +314,7 @@ def called_in_turn(model: nn.Module, sample: Any) -> CallOrder:
         none = CallOrder(ModuleCall("", model))
         none.refused = {type(model).__name__: f"raises without gradients: {error!r}"}
         return none
-    for fill in (0.0, _ALMOST_ONE) if draws else ():  # some layers may be left out by chance
+    for fill in FILLS if draws else ():  # some layers may be left out by chance
         other, _ = _noted(model, sample, fill)
         order = other if len(other.every) > len(order.every) else order
     order.preferred = order.runs()
@@ -330,33 +328,12 @@ def _noted(model: nn.Module, sample: Any, fill: float | None = None) -> tuple[Ca
         draw(fill)
         numpy: Any = np.random.get_state
         before = random.getstate(), numpy()[2]
-        with _Draws(fill) as watch, noted(model) as top:
+        with Filling(fill) as watch, noted(model) as top:
             run_model(model, sample)
         python = before != (random.getstate(), numpy()[2])
         order = CallOrder(top)
         order.fill = fill
         return order, watch.filled.drawn > 0 or python
-
-
-class _Draws(TorchFunctionMode):
-    """Notes whether a few numbers are drawn, and may replace them."""
-
-    def __init__(self, fill: float | None) -> None:
-        super().__init__()
-        self.filled = Filled(fill)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.filled.look(func, result)
-        return result
-
-
-def draw(fill: float | None) -> None:
-    """Let the next numbers that Python and NumPy draw be near to ``fill``, if it is given."""
-    if fill is not None:
-        word = _ONES if fill else 0
-        random.setstate((3, (word,) * 624 + (0,), None))
-        np.random.set_state(("MT19937", np.full(624, word, np.uint32), 0, 0, 0.0))
 
 
 @contextmanager

@@ -6,6 +6,7 @@ The call runs by itself, without the graph that its arguments came from, and lea
 import gc
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import ref
@@ -19,6 +20,7 @@ from retrograde.models.arguments import Arguments
 from retrograde.models.checks import Noted, Reruns
 from retrograde.models.given import Given, ResultBytes, made_by, tensors_in
 from retrograde.models.refill import Unit, is_free
+from retrograde.replay.generators import Source
 from retrograde.replay.referents import MODULE_TABLES, Referents
 from retrograde.replay.surroundings import Ambient, version
 from retrograde.replay.trial import try_out
@@ -26,6 +28,7 @@ from retrograde.run.core import hooked
 from retrograde.run.states import device_of
 from retrograde.run.transforms import hooks_of_all
 from retrograde.sizes.cache import signature
+from retrograde.sizes.elsewhere import FILLS, filling
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,14 +40,25 @@ class Tried:
         wants: whether each tensor of its result requires a gradient.
         is_apart: whether its result has memory that its arguments have not.
         writes: whether it writes to its arguments.
-        made_bytes: what its operations made, if sizes among them depend on data; else None.
+        made: the bytes that its operations made, and whether some sizes depend on data.
     """
 
     unit: Unit
     wants: tuple[bool, ...]
     is_apart: bool
     writes: bool
-    made_bytes: int | None
+    made: ResultBytes
+
+    @property
+    def decides(self) -> bool:
+        """Whether random numbers may decide what it does."""
+        drawn = self.unit.ambient.sources
+        return not all(map(_is_torchs, drawn)) or (self.made.varies and bool(drawn))
+
+    @property
+    def made_bytes(self) -> int | None:
+        """What its operations made, if data or random numbers decide how much; else None."""
+        return self.made.nbytes if self.made.varies or self.decides else None
 
 
 def try_call(
@@ -52,14 +66,33 @@ def try_call(
 ) -> Tried:
     """Run a call of some layers once.
 
+    If random numbers may decide what it does, it also runs with the smallest and the largest. The
+    trial in which it did the most counts.
+
     Raises:
         CellError: the call cannot be run again.
     """
+    tried = _tried(name, forward, layers, given, None)
+    if tried.decides:
+        others = [_tried(name, forward, layers, given, fill) for fill in FILLS]
+        sources = tried.unit.ambient.sources
+        tried = max(*others, tried, key=lambda one: one.made.nbytes)
+        more = filter(_is_torchs, tried.unit.ambient.sources)  # Python's and NumPy's were filled
+        ambient = replace(tried.unit.ambient, sources=(*dict.fromkeys((*sources, *more)),))
+        tried = replace(tried, unit=replace(tried.unit, ambient=ambient))
+    return tried
+
+
+def _tried(
+    name: str, forward: Callable[..., Any], layers: Sequence[nn.Module], given: Given,
+    fill: float | None,
+) -> Tried:  # fmt: skip
+    """Run a call of some layers once, with few numbers that it draws as ``fill`` says."""
     tensors = tensors_in(given.leaves)
     versions = [version(t) for t in tensors]
     saved: list[ref[Tensor]] = []
     reruns, ours = Reruns(counts=False), set[int]()
-    noted, watch = Noted(reruns), ResultBytes()
+    noted, bytes_made = Noted(reruns), ResultBytes()
 
     def pack(t: Tensor) -> Tensor:
         saved.append(ref(held := t.detach()))
@@ -72,7 +105,11 @@ def try_call(
         noted = Noted(reruns)
         args, kwargs, entered = Arguments(given.leaves, given.spec).enter(given.leaves)
         ours.update(map(id, entered))
-        with saved_tensors_hooks(pack, lambda t: t), watch:
+        with (
+            nullcontext() if fill is None else filling(fill),
+            saved_tensors_hooks(pack, lambda t: t),
+            bytes_made,
+        ):
             result = forward(*args, **kwargs)
         noted.settle()
         return result
@@ -87,11 +124,11 @@ def try_call(
     reads = _reads_of(trial.found, trial.ambient)
     shares = torch.is_autocast_enabled(device.type) and _shares_casts(outputs)
     tried = Tried(
-        Unit(name, forward, trial.ambient, reads, shares, replace(reruns, counts=True)),
+        Unit(name, forward, trial.ambient, reads, shares, replace(reruns, counts=True), fill),
         wants=tuple(t.requires_grad for t in outputs),
         is_apart=any(t is not None and t.untyped_storage().nbytes() for t in made),
         writes=versions != [version(t) for t in tensors],
-        made_bytes=watch.nbytes if watch.varies else None,
+        made=bytes_made,
     )
     del trial, outputs, made
     if any(one() is not None for one in saved):  # what a graph saved lives as long as that
@@ -102,6 +139,10 @@ def try_call(
         if left.key not in _computed_names(left.holder):
             raise CellError(_LEAVES.format(name, left.called))
     return tried
+
+
+def _is_torchs(source: Source) -> bool:
+    return isinstance(source.generator, torch.Generator)
 
 
 class Leave(torch.autograd.Function):

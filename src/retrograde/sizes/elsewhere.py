@@ -1,15 +1,18 @@
 """What a program holds besides some of its calls."""
 
 import math
+import random
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
 from typing import Any
 from weakref import ref
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -230,6 +233,8 @@ def _most(spans: Iterable[tuple[int, int, int]]) -> int:
 _DRAWS = {"rand", "rand_like", "uniform_", "bernoulli", "bernoulli_"}
 _MOST_FILLED = 1000
 _FEW = 1024  # numbers, by which a program may decide what it runs
+FILLS = 0.0, 1 - 2**-24  # the smallest and the largest numbers that are drawn
+_ONES = 0x12DD9BB3  # a state's word of Python's generator, from which it draws ones alone
 
 
 class Filled:
@@ -248,6 +253,42 @@ class Filled:
             self.drawn += 1
             if self.fill is not None and self.drawn <= _MOST_FILLED:
                 result.detach().fill_(self.fill)
+
+
+class Filling(TorchFunctionMode):
+    """Looks at all functions in a block by ``filled``."""
+
+    def __init__(self, fill: float | None) -> None:
+        super().__init__()
+        self.filled = Filled(fill)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.filled.look(func, result)
+        return result
+
+
+def draw(fill: float | None) -> None:
+    """Let the next numbers that Python and NumPy draw be near to ``fill``, if it is given."""
+    if fill is not None:
+        word = _ONES if fill else 0
+        random.setstate((3, (word,) * 624 + (0,), None))
+        np.random.set_state(("MT19937", np.full(624, word, np.uint32), 0, 0, 0.0))
+
+
+@contextmanager
+def filling(fill: float | None) -> Iterator[None]:
+    """Let a few numbers be near to ``fill`` in a block, which leaves no trace in Python's and
+    NumPy's generators."""
+    numpy: Any = np.random.get_state
+    before = random.getstate(), numpy()
+    draw(fill)
+    try:
+        with Filling(fill):
+            yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
 
 
 def _tensors(value: Any) -> Iterable[Tensor]:
