@@ -31,6 +31,13 @@ def test_equal_bits_have_one_fingerprint_and_others_another(dtype, shape):
         assert fingerprint(other) != fingerprint(t)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_tensors_without_numbers_in_order_have_none():
+    sparse = torch.eye(3).to_sparse()
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    assert [fingerprint(t) for t in (sparse, sparse.to_sparse_csr(), nested)] == [None] * 3
+
+
 def test_a_difference_raises_the_error_that_is_made():
     t = torch.randn(100, 100)
     verify(fingerprint(t), t.clone(), lambda: ValueError("differs"))

@@ -93,8 +93,9 @@ _USUAL = {torch.float32, torch.float64, torch.float16, torch.int64, torch.bool, 
 
 def _few_words(t: Tensor) -> NDArray[Any] | None:
     """Return the numbers of a small tensor of a usual kind, without an operation of torch's."""
-    usual = t.dtype in _USUAL and t.is_cpu and t.nbytes <= _SMALL and not t.is_nested
-    if not usual or t.layout is not torch.strided or not t.is_contiguous() or t.is_neg():
+    if t.layout is not torch.strided or t.dtype not in _USUAL or not t.is_cpu or t.is_nested:
+        return None
+    if t.nbytes > _SMALL or not t.is_contiguous() or t.is_neg():
         return None
     if torch._C._functorch.is_functorch_wrapped_tensor(t) or t._is_zerotensor():
         return None
