@@ -31,6 +31,20 @@ def test_equal_bits_have_one_fingerprint_and_others_another(dtype, shape):
         assert fingerprint(other) != fingerprint(t)
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("size", [5, 9_000, 70_001, 1_000_000])
+def test_eighths_in_turn_see_nearly_all_bits(dtype, size):
+    t = (30 * torch.randn(size)).to(dtype) if dtype is not torch.bool else torch.rand(size) > 0.5
+    turns = range(1, 9)
+    before = [fingerprint(t, turn) for turn in turns]
+    assert before == [fingerprint(t.clone(), turn) for turn in turns]
+    assert len(t) == 5 or len({*before}) == len(before) or t.nbytes <= 32 * 1024
+    for at in (0, size // 2, size - size % 64 - 1 if size > 64 else size - 1):
+        other = t.clone()
+        other[at] = ~other[at] if dtype is torch.bool else other[at] + 1
+        assert before != [fingerprint(other, turn) for turn in turns]
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_tensors_without_numbers_in_order_have_none():
     sparse = torch.eye(3).to_sparse()

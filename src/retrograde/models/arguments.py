@@ -32,6 +32,7 @@ class Argument:
     version: int = 0
     place: int = 0
     print: Fingerprint = None
+    turn: int = 0
     attributes: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -46,9 +47,10 @@ class Argument:
     def is_hidden(self) -> bool:
         return self.source is not None and self.value is None
 
-    def hide(self, place: int) -> None:
+    def hide(self, place: int, turn: int) -> None:
         """Let go the tensor, which is in this place of the result of the call before."""
-        self.print, self.value, self.place = fingerprint(self.value), None, place
+        self.print, self.turn = fingerprint(self.value, turn), turn
+        self.value, self.place = None, place
 
     def is_overwritten(self) -> bool:
         has_tensor = self.source is not None and self.value is not None
@@ -63,7 +65,7 @@ class Argument:
             return self.value
         found = state[self.place]
         assert found is not None
-        verify(self.print, found, differs)
+        verify(self.print, found, differs, self.turn)
         return found
 
 

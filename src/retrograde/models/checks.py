@@ -1,9 +1,9 @@
 """Checks of what a call saves: noted when it first runs, compared when it runs again (rule 11).
 
 The first call is checked whole. Later ones check what their last node saves, and one of eight other
-tensors, each time others. A view of a weight is known by the weight's version. A kernel may write a
-tensor after it was saved, such as the noise of ``RReLU`` or a running mean. Such a tensor is looked
-at when the next node of the graph is made.
+tensors, each time others. Of a large tensor they check an eighth. A view of a weight is
+known by the weight's version. A kernel may write a tensor after it was saved, such as the noise of
+``RReLU`` or a running mean. Such a tensor is looked at when the next node of the graph is made.
 """
 
 from collections.abc import Callable
@@ -87,7 +87,7 @@ class Noted(_Watched):
         self._group.append(number)
         rare = self.turn and number not in self.reruns.last and (number + self.turn) % _EVERY
         weight = t._base is not None and t._base.is_leaf and t._base.requires_grad
-        self.prints.append(_WEIGHT if weight else None if rare else fingerprint(t))
+        self.prints.append(_WEIGHT if weight else None if rare else fingerprint(t, self.turn))
         if not weight and not rare and not self.reruns.final.get(number):
             self._unwritten.append((number, t.detach()))
 
@@ -98,7 +98,7 @@ class Noted(_Watched):
             self.reruns.last = group
 
     def _look(self, number: int, t: Tensor) -> None:
-        before, self.prints[number] = self.prints[number], fingerprint(t)
+        before, self.prints[number] = self.prints[number], fingerprint(t, self.turn)
         self.reruns.final.setdefault(number, bool(before == self.prints[number]))
 
 
@@ -121,4 +121,4 @@ class Compared(_Watched):
         return True
 
     def _look(self, number: int, t: Tensor) -> None:
-        verify(self.noted.prints[number], t, self.differs)
+        verify(self.noted.prints[number], t, self.differs, self.noted.turn)

@@ -157,7 +157,7 @@ class Dropped:
         places = {id(t): place for place, t in enumerate(made) if t is not None}
         for one in self.given.each:
             if one.source is not None and id(one.source()) in places:
-                one.hide(places[id(one.source())])
+                one.hide(places[id(one.source())], self.noted.turn)
 
     def is_hidden(self) -> bool:
         """Return whether the row has the input."""

@@ -2,7 +2,7 @@
 
 A fingerprint is a weighted sum of a tensor's bits, read as 64-bit integers. In a small tensor each
 word has a weight of its own. In a larger one each of 1,021 columns has, so that permuted rows
-differ.
+differ. Of a tensor of some size an eighth may be looked at, each time another one.
 
 Known limits: two tensors may have one fingerprint by chance, of one in 2⁶⁴ or so. Words that change
 places within a column, or in a tensor with gaps in memory, are not told apart. Nested, sparse and
@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _SMALL = 256 * 1024  # bytes, at most, of a tensor whose words all have weights
+_WHOLE = 32 * 1024  # bytes, at most, of a tensor that is looked at as a whole at every turn
+_PARTS = 8
 _WORDS = 1021  # of a column, a prime number
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -27,8 +29,10 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Fingerprint = Any
 
 
-def fingerprint(t: Tensor) -> Fingerprint:
+def fingerprint(t: Tensor, turn: int = 0) -> Fingerprint:
     """Return a tensor's fingerprint. It holds no memory of torch's, but for a number on a GPU.
+
+    At turn 0 all of its bits are looked at, and at later turns an eighth, if there are many.
 
     Example:
         >>> t = torch.randn(100, 100)
@@ -38,7 +42,7 @@ def fingerprint(t: Tensor) -> Fingerprint:
     if torch.compiler.is_compiling():
         return None
     if type(t) is Tensor and not (_function_modes() or _dispatch_modes()):
-        words = _few_words(t)
+        words = _few_words(t, turn)
         if words is not None:
             return _weighted(words)
     if t.layout is not torch.strided or t.is_nested or t.is_quantized or t.device.type == "meta":
@@ -51,18 +55,27 @@ def fingerprint(t: Tensor) -> Fingerprint:
         torch._C._AutoDispatchBelowAutograd(),
     ):
         try:
-            return _fingerprint(t)
+            return _fingerprint(t, turn)
         except NotImplementedError:  # a subclass without memory of its own
             return None
 
 
-def _fingerprint(t: Tensor) -> Fingerprint:
+def _part(numbers: Any, turn: int) -> Any:
+    """Return the part of flat numbers that is looked at in a turn. At most the last 63 numbers are
+    in no part."""
+    if not turn or numbers.nbytes <= _WHOLE:
+        return numbers
+    count = len(numbers) // (8 * _PARTS) * 8  # so that parts are whole words
+    return numbers[turn % _PARTS * count :][:count]
+
+
+def _fingerprint(t: Tensor, turn: int) -> Fingerprint:
     if t.is_complex():
         t = torch.view_as_real(t.resolve_conj())
     t = t.resolve_neg()
     if t.is_cpu and t.nbytes <= _SMALL:
-        return _weighted(t.view(_INTEGERS[t.itemsize]).numpy())
-    words = in_order(t)
+        return _weighted(_part(_flat(t.view(_INTEGERS[t.itemsize]).numpy()), turn))
+    words = _part(whole, turn) if (whole := in_order(t)) is not None else None
     if words is None:  # with gaps
         total = t.view(_INTEGERS[t.itemsize]).sum(dtype=torch.int64)
         return int(total) if t.is_cpu else total
@@ -91,21 +104,27 @@ _dispatch_modes = torch._C._len_torch_dispatch_stack
 _USUAL = {torch.float32, torch.float64, torch.float16, torch.int64, torch.bool, torch.bfloat16}
 
 
-def _few_words(t: Tensor) -> NDArray[Any] | None:
-    """Return the numbers of a small tensor of a usual kind, without an operation of torch's."""
+def _few_words(t: Tensor, turn: int) -> NDArray[Any] | None:
+    """Return few numbers of a tensor of a usual kind, by at most one operation of torch's."""
     if t.layout is not torch.strided or t.dtype not in _USUAL or not t.is_cpu or t.is_nested:
         return None
-    if t.nbytes > _SMALL or not t.is_contiguous() or t.is_neg():
+    most = _PARTS * _SMALL if turn else _SMALL
+    if t.nbytes > most or not t.is_contiguous() or t.is_neg():
         return None
     if torch._C._functorch.is_functorch_wrapped_tensor(t) or t._is_zerotensor():
         return None
     found = t.detach()
-    return (found.view(torch.int16) if t.dtype is torch.bfloat16 else found).numpy()
+    numbers = (found.view(torch.int16) if t.dtype is torch.bfloat16 else found).numpy()
+    part: NDArray[Any] = _part(_flat(numbers), turn)
+    return part
+
+
+def _flat(numbers: NDArray[Any]) -> NDArray[Any]:
+    return np.ascontiguousarray(numbers).reshape(-1)
 
 
 def _weighted(numbers: NDArray[Any]) -> int:
-    """Return the sum of the words of an array, each by a weight of its own."""
-    numbers = np.ascontiguousarray(numbers).reshape(-1)
+    """Return the sum of the words of flat numbers, each by a weight of its own."""
     if numbers.nbytes % 8:
         return hash(numbers.tobytes())
     return int(np.dot(numbers.view(np.int64), _SMALL_WEIGHTS[: numbers.nbytes // 8]))
@@ -132,12 +151,12 @@ def in_order(t: Tensor) -> Tensor | None:
     return t.as_strided((t.numel(),), (1,))
 
 
-def verify(then: Fingerprint, t: Tensor, error: Callable[[], Exception]) -> None:
-    """Raise an error unless a tensor has the fingerprint that another had before.
+def verify(then: Fingerprint, t: Tensor, error: Callable[[], Exception], turn: int = 0) -> None:
+    """Raise an error unless a tensor has the fingerprint that another had before, in that turn.
 
     Numbers on a GPU are compared when the running backward pass ends, so that nobody waits for one.
     """
-    now, task = None if then is None else fingerprint(t), torch._C._current_graph_task_id()
+    now, task = None if then is None else fingerprint(t, turn), torch._C._current_graph_task_id()
     if isinstance(now, Tensor) and task >= 0:
         if task not in _waiting:
             torch.autograd.Variable._execution_engine.queue_callback(partial(_compare, task))
