@@ -77,6 +77,7 @@ class Noted(_Watched):
     def __init__(self, reruns: Reruns) -> None:
         super().__init__()
         self.reruns, self.turn = reruns, reruns.calls
+        self.part = self.turn if reruns.counts else 1  # measurements compare gradients as a whole
         reruns.calls += reruns.counts
         self.prints: list[Fingerprint] = []
         self._group: list[int] = []  # saved by the newest node
@@ -87,7 +88,7 @@ class Noted(_Watched):
         self._group.append(number)
         rare = self.turn and number not in self.reruns.last and (number + self.turn) % _EVERY
         weight = t._base is not None and t._base.is_leaf and t._base.requires_grad
-        self.prints.append(_WEIGHT if weight else None if rare else fingerprint(t, self.turn))
+        self.prints.append(_WEIGHT if weight else None if rare else fingerprint(t, self.part))
         if not weight and not rare and not self.reruns.final.get(number):
             self._unwritten.append((number, t.detach()))
 
@@ -98,7 +99,7 @@ class Noted(_Watched):
             self.reruns.last = group
 
     def _look(self, number: int, t: Tensor) -> None:
-        before, self.prints[number] = self.prints[number], fingerprint(t, self.turn)
+        before, self.prints[number] = self.prints[number], fingerprint(t, self.part)
         self.reruns.final.setdefault(number, bool(before == self.prints[number]))
 
 
@@ -121,4 +122,4 @@ class Compared(_Watched):
         return True
 
     def _look(self, number: int, t: Tensor) -> None:
-        verify(self.noted.prints[number], t, self.differs, self.noted.turn)
+        verify(self.noted.prints[number], t, self.differs, self.noted.part)
