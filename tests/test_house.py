@@ -39,7 +39,7 @@ ROOMS = {
     "schedule": (1173, 1100),
     "plan": (2600, 2000),
     "sizes": (1530, 1300),
-    "replay": (1660, 1100),
+    "replay": (1670, 1100),
     "run": (2310, 1950),
     "kernels": (4880, 3000),  # a cell will be data, written once
     "recurrent": (3270, 2900),

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.overrides import BaseTorchFunctionMode
 
 from retrograde.replay.fingerprints import fingerprint, verify
 from retrograde.replay.referents import find_referents
@@ -38,6 +39,12 @@ def test_eighths_in_turn_see_nearly_all_bits(dtype, size):
     turns = range(1, 9)
     before = [fingerprint(t, turn) for turn in turns]
     assert before == [fingerprint(t.clone(), turn) for turn in turns]
+    with BaseTorchFunctionMode():  # as a lean tape is
+        assert before == [fingerprint(t, turn) for turn in turns]
+        assert fingerprint(t) == fingerprint(t.clone())
+    with BaseTorchFunctionMode():
+        whole = fingerprint(t)
+    assert whole == fingerprint(t)
     assert len(t) == 5 or len({*before}) == len(before) or t.nbytes <= 32 * 1024
     for at in (0, size // 2, size - size % 64 - 1 if size > 64 else size - 1):
         other = t.clone()

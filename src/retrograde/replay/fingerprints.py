@@ -73,7 +73,8 @@ def _fingerprint(t: Tensor, turn: int) -> Fingerprint:
     if t.is_complex():
         t = torch.view_as_real(t.resolve_conj())
     t = t.resolve_neg()
-    if t.is_cpu and t.nbytes <= _SMALL:
+    most = _most(turn) if t.is_contiguous() else _SMALL
+    if t.is_cpu and t.nbytes <= most:
         return _weighted(_part(_flat(t.view(_INTEGERS[t.itemsize]).numpy()), turn))
     words = _part(whole, turn) if (whole := in_order(t)) is not None else None
     if words is None:  # with gaps
@@ -108,8 +109,7 @@ def _few_words(t: Tensor, turn: int) -> NDArray[Any] | None:
     """Return few numbers of a tensor of a usual kind, by at most one operation of torch's."""
     if t.layout is not torch.strided or t.dtype not in _USUAL or not t.is_cpu or t.is_nested:
         return None
-    most = _PARTS * _SMALL if turn else _SMALL
-    if t.nbytes > most or not t.is_contiguous() or t.is_neg():
+    if t.nbytes > _most(turn) or not t.is_contiguous() or t.is_neg():
         return None
     if torch._C._functorch.is_functorch_wrapped_tensor(t) or t._is_zerotensor():
         return None
@@ -117,6 +117,11 @@ def _few_words(t: Tensor, turn: int) -> NDArray[Any] | None:
     numbers = (found.view(torch.int16) if t.dtype is torch.bfloat16 else found).numpy()
     part: NDArray[Any] = _part(_flat(numbers), turn)
     return part
+
+
+def _most(turn: int) -> int:
+    """Return the most bytes of a tensor in order, of which each word looked at has a weight."""
+    return _PARTS * _SMALL if turn else _SMALL
 
 
 def _flat(numbers: NDArray[Any]) -> NDArray[Any]:
