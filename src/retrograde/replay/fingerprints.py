@@ -132,10 +132,13 @@ def _weighted(numbers: NDArray[Any]) -> int:
     """Return the sum of the words of flat numbers, each by a weight of its own."""
     if numbers.nbytes % 8:
         return hash(numbers.tobytes())
-    return int(np.dot(numbers.view(np.int64), _SMALL_WEIGHTS[: numbers.nbytes // 8]))
+    return int(np.dot(numbers.view(np.int64), _word_weights()[: numbers.nbytes // 8]))
 
 
-_SMALL_WEIGHTS = np.arange(_SMALL // 8) * 5_308_871_862 + 1
+@cache
+def _word_weights() -> NDArray[np.int64]:
+    """Return an odd number for each word of a small tensor."""
+    return np.arange(_SMALL // 8) * 5_308_871_862 + 1
 
 
 @cache
