@@ -9,7 +9,7 @@ CHECK_PYTHON = @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) an
 RESOLVE := env $$(env | sed -n 's/^\(UV_[^=]*\)=.*/-u \1/p') \
 	$(BIN)/uv pip compile --quiet --no-config --system-certs
 
-.PHONY: demo test test-every test-all test-oldest test-newest lint format numbers docs check-install wheel bench gpu clean
+.PHONY: demo pictures test test-every test-all test-oldest test-newest lint format numbers docs check-install wheel bench gpu clean
 
 $(STAMP): pyproject.toml papers/pyproject.toml constraints.txt
 	$(CHECK_PYTHON)
@@ -53,6 +53,9 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+pictures: demo  ## README's pictures, from the demo's report
+	cp report/learning.png report/memory.png docs
 
 numbers: $(STAMP)  ## the tables of README and docs, from what the benchmarks wrote
 	$(BIN)/python benchmarks/render_numbers.py

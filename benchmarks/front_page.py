@@ -17,10 +17,6 @@ The picture is the resident memory of two fresh processes over three iterations 
 import argparse
 import json
 import statistics
-import subprocess
-import sys
-import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +28,6 @@ from torch.utils.checkpoint import checkpoint
 
 import retrograde as rg
 from alternating import medians
-from retrograde.figures.style import BLUE, ORANGE, figure_of, new_axes, tidy
 from retrograde.machine import machine_of
 
 RESULTS = Path(__file__).parent / "results"
@@ -214,87 +209,9 @@ def measured(row: Row) -> dict[str, Any]:
     }
 
 
-TRACED = (256, 256, 64, 2000)
-ITERATIONS = 3
-
-
-def traced(budget: str | None) -> dict[str, Any]:
-    """The resident memory of this process over iterations of an LSTM, in seconds and bytes."""
-    import psutil
-
-    torch.set_num_threads(2)
-    inputs, hidden, batch, steps = TRACED
-    net: nn.Module = (
-        nn.LSTM(inputs, hidden) if budget is None else rg.LSTM(inputs, hidden, memory=budget)
-    )
-    loss_of([net(torch.randn(200, batch, inputs))[0]]).backward()  # kernels are loaded
-    process, points, stop = psutil.Process(), [], threading.Event()
-    begin = time.perf_counter()
-
-    def watch() -> None:
-        while not stop.is_set():
-            points.append((time.perf_counter() - begin, process.memory_info().rss))
-            time.sleep(0.02)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    for _ in range(ITERATIONS):
-        loss_of([net(torch.randn(steps, batch, inputs))[0]]).backward()
-        net.zero_grad(set_to_none=True)
-    stop.set()
-    thread.join()
-    return {"seconds": [round(t, 3) for t, _ in points], "bytes": [size for _, size in points]}
-
-
-def in_a_fresh_process(budget: str | None) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--trace", budget or ""]
-    run = subprocess.run(command, capture_output=True, text=True, check=True)
-    return dict(json.loads(run.stdout))
-
-
-def draw(document: dict[str, Any], path: Path) -> None:
-    """The picture of README: memory over time, both processes on the same axes."""
-    inputs, hidden, batch, steps = TRACED
-    axes = new_axes(8, 3.4)
-    most = {}
-    for key, label, colour in (
-        ("torch", "torch.nn.LSTM", ORANGE),
-        ("ours", 'rg.LSTM(…, memory="5%")', BLUE),
-    ):
-        trace = document["traces"][key]
-        sizes = [size / 2**30 for size in trace["bytes"]]
-        most[key] = max(sizes)
-        told = f"{label}: peak {most[key]:.1f} GiB"
-        axes.plot(trace["seconds"], sizes, color=colour, lw=1.8, label=told)
-        axes.fill_between(trace["seconds"], sizes, color=colour, alpha=0.12, lw=0)
-    machine = document["machine"]
-    tidy(
-        axes,
-        title=f"The same gradient in {most['ours']:.1f} instead of {most['torch']:.1f} GiB: "
-        f"{ITERATIONS} training iterations of an LSTM\n{inputs}→{hidden}, batch {batch}, "
-        f"{steps:,} steps ({machine['device']}, {machine['threads']} threads)",
-        x="time (s)",
-        y="memory of the whole process (GiB)",
-        grid="y",
-    )
-    axes.set_ylim(0, 1.3 * max(most.values()))
-    axes.set_xlim(0)
-    axes.legend(loc="upper left", ncols=2, frameon=False)
-    figure_of(axes).savefig(path, dpi=160)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--trace", help=argparse.SUPPRESS)
-    parser.add_argument("--draw", action="store_true", help="draw what was measured before")
-    asked = parser.parse_args()
-    path, picture = RESULTS / "front_page_cpu.json", RESULTS.parent.parent / "docs" / "memory.png"
-    if asked.draw:
-        draw(json.loads(path.read_text()), picture)
-        return
-    if asked.trace is not None:
-        print(json.dumps(traced(asked.trace or None)))
-        return
+    parser.parse_args()
     torch.set_num_threads(2)
     rows = []
     for make in ROWS:
@@ -307,14 +224,11 @@ def main() -> None:
         for name, one in sides.items():
             size = f"{one['total_bytes'] / 2**20:7.1f} MiB"
             print(f"    {name:12} {one['ms']:8.1f} ms  in total {size}", flush=True)
-    traces = {"torch": in_a_fresh_process(None), "ours": in_a_fresh_process("5%")}
-    for name, trace in traces.items():
-        print(f"{name}: {max(trace['bytes']) / 2**30:.2f} GiB, {trace['seconds'][-1]:.1f} s")
     ratio = statistics.geometric_mean(r["ours"]["ms"] / r["torch"]["ms"] for r in rows)
     print(f"geometric mean of times: {ratio:.2f}")
-    document = {"machine": machine_of(torch.device("cpu")), "rows": rows, "traces": traces}
+    document = {"machine": machine_of(torch.device("cpu")), "rows": rows}
+    path = RESULTS / "front_page_cpu.json"
     path.write_text(json.dumps(document, ensure_ascii=False) + "\n")
-    draw(document, picture)
 
 
 if __name__ == "__main__":

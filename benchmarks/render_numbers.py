@@ -79,6 +79,22 @@ def front_page() -> str:
     return table(head, rows) + "\n" + source("front_page_cpu") + "\n"
 
 
+def first_page() -> str:
+    """Three rows of :func:`front_page`."""
+    rows = []
+    for row in sorted(results("front_page_cpu")["rows"], key=lambda r: r["torch"]["total_bytes"]):
+        torch, ours = row["torch"], row["ours"]
+        if row["network"].startswith(("GRU 24", "LSTM 64", "12 transformer")):
+            sizes = size(torch["total_bytes"]), f"**{size(ours['total_bytes'])}**"
+            name = f"{row['network']}, budget {row['budget']}"
+            rows.append([name, *sizes, f"{ours['ms'] / torch['ms']:.2f}×"])
+    head = ["one training iteration on a CPU", "torch", "retrograde", "time"]
+    told = "This is the peak of the whole iteration, weights excepted. Slower cases are "
+    return (
+        f"{table(head, rows)}\n{told}[listed too](docs/measured.md). {source('front_page_cpu')}\n"
+    )
+
+
 def recurrent_grid() -> str:
     found = results("recurrent_grid_cpu")
     shares = ("100%", "50%", "20%", "10%", "5%", "1%")
@@ -651,8 +667,8 @@ def _of_library(library: str) -> str:
 BLOCKS: dict[str, Callable[[], str]] = GPU_BLOCKS | {
     block.__name__: block
     for block in (
-        front_page, recurrent_grid, recurrent_drawn, recurrent_corners, small_cells, gated_cells,
-        other_people, library_models, scan_backward,
+        first_page, front_page, recurrent_grid, recurrent_drawn, recurrent_corners, small_cells,
+        gated_cells, other_people, library_models, scan_backward,
         planner, chain_networks, sparse_jacobians, rank_jacobians, ranks_memory,
         million_steps, recipes, chain_least, examples, first_call, resident,
         jax_scan, jax_compiling, five_percent, lean, lean_front, lean_beside,

@@ -53,80 +53,33 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__: list[str] = []
-_HOME_OF: dict[str, str] = {}  # the module of each public name
-
-
-def _come_from(home: str) -> None:
-    """Note the module of the names that were added to ``__all__`` since the last call."""
-    _HOME_OF.update(dict.fromkeys(__all__[len(_HOME_OF) :], home))
-
-
-__all__ += [
-    "BudgetError",
-    "CellError",
-    "RankError",
-    "RetrogradeError",
-    "ScanError",
-    "ScheduleError",
-    "UnitError",
-]
-_come_from("retrograde.errors")
-
-__all__ += ["Measurement", "measure"]
-_come_from("retrograde.sizes.allocations")
-
-__all__ += ["lean"]
-_come_from("retrograde.models.lean")
-
-__all__ += ["Recurrent"]
-_come_from("retrograde.cells.any_recurrent")
-
-__all__ += ["GatedCell"]
-_come_from("retrograde.cells.gated")
-
-__all__ += ["bptt"]
-_come_from("retrograde.cells.bptt")
-
-__all__ += ["Division", "Share", "budget"]
-_come_from("retrograde.models.budget")
-
-__all__ += ["fit"]
-_come_from("retrograde.models.fits")
-
-__all__ += ["Profile", "profile"]
-_come_from("retrograde.models.profile")
-
-__all__ += ["GRU", "LSTM", "RNN"]
-_come_from("retrograde.recurrent.modules")
-
-__all__ += ["Residual"]
-_come_from("retrograde.scan.sparse.composition")
-
-__all__ += ["Sequential"]
-_come_from("retrograde.models.sequential")
-
-__all__ += ["unroll"]
-_come_from("retrograde.cells.unroll")
-
-__all__ += ["TradeOff", "cost", "plan", "trade_off"]
-_come_from("retrograde.plan")
-
-__all__ += ["TimeSharded"]
-_come_from("retrograde.ranks.time_sharded")
-
-__all__ += [
-    "Advance",
-    "Backward",
-    "Chain",
-    "Free",
-    "Load",
-    "Record",
-    "Schedule",
-    "Store",
-    "simulate",
-]
-_come_from("retrograde.schedule")
+__all__ = [
+    "GRU", "LSTM", "RNN", "Advance", "Backward", "BudgetError", "CellError", "Chain", "Division",
+    "Free", "GatedCell", "Load", "Measurement", "Profile", "RankError", "Record", "Recurrent",
+    "Residual", "RetrogradeError", "ScanError", "Schedule", "ScheduleError", "Sequential", "Share",
+    "Store", "TimeSharded", "TradeOff", "UnitError", "bptt", "budget", "cost", "fit", "lean",
+    "measure", "plan", "profile", "simulate", "trade_off", "unroll",
+]  # fmt: skip
+_HOMES = {
+    "cells.any_recurrent": "Recurrent",
+    "cells.bptt": "bptt",
+    "cells.gated": "GatedCell",
+    "cells.unroll": "unroll",
+    "models.budget": "Division Share budget",
+    "models.fits": "fit",
+    "models.lean": "lean",
+    "models.profile": "Profile profile",
+    "models.sequential": "Sequential",
+    "plan": "TradeOff cost plan trade_off",
+    "ranks.time_sharded": "TimeSharded",
+    "recurrent.modules": "GRU LSTM RNN",
+    "scan.sparse.composition": "Residual",
+    "schedule": "Advance Backward Chain Free Load Record Schedule Store simulate",
+    "sizes.allocations": "Measurement measure",
+}
+_HOME_OF = dict.fromkeys(__all__, "retrograde.errors") | {
+    name: f"retrograde.{home}" for home, names in _HOMES.items() for name in names.split()
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -147,7 +100,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF})
+    return sorted({*_HOME_OF, "scan", "__version__"})
 
 
 class _Package(ModuleType):

@@ -6,10 +6,10 @@ binary ones (KiB, MiB, GiB) of 1024, as in IEC 80000-13.
 """
 
 import math
-import operator
 import re
 from collections.abc import Collection, Sequence
 from fractions import Fraction
+from numbers import Integral, Real
 from typing import SupportsIndex
 
 from retrograde.errors import UnitError
@@ -38,19 +38,15 @@ def parse_memory(memory: Memory) -> int | Fraction:
         >>> parse_memory("64MiB"), parse_memory("5%")
         (67108864, Fraction(1, 20))
     """
-    if isinstance(memory, bool):
-        raise UnitError(f"cannot read the memory {memory!r}: {_HINT}")
     if isinstance(memory, str):
         return _parse_text(memory)
-    if isinstance(memory, float):
-        if not math.isfinite(memory):
-            raise UnitError(f"cannot read the memory {memory!r}: {_HINT}")
-        return _fraction(Fraction(repr(memory)), memory)
-    try:
-        size = operator.index(memory)
-    except TypeError:
-        raise UnitError(f"cannot read the memory {memory!r}: {_HINT}") from None
-    return _positive(size, memory)
+    is_number = isinstance(memory, Real) and not isinstance(memory, bool)
+    if not is_number or not math.isfinite(memory):
+        given = repr(memory) if is_number or isinstance(memory, bool | None) else None
+        raise UnitError(f"cannot read the memory {given or type(memory)}: {_HINT}")
+    if isinstance(memory, Integral):
+        return _positive(int(memory), memory)
+    return _fraction(Fraction(str(memory)), memory)
 
 
 def asks_for_all(memory: Memory | None) -> bool:
@@ -72,6 +68,20 @@ def as_bytes(memory: Memory, ordinary_bytes: int) -> int:
     """
     size = parse_memory(memory)
     return size if isinstance(size, int) else math.floor(size * ordinary_bytes)
+
+
+def as_given(memory: Memory | None, size: int, ordinary_bytes: int) -> str:
+    """Return a budget for a message: as it was given, and its bytes.
+
+    >>> as_given("5%", 51, 1024)
+    "'5%' of 1 KiB is 51 bytes (51 B)"
+    >>> as_given(5, 5, 1024)
+    "5 is 5 bytes (5 B; did you mean '5%' or '5MiB'?)"
+    """
+    is_share = memory is not None and isinstance(parse_memory(memory), Fraction)
+    whole = f" of {format_bytes(ordinary_bytes)}" if is_share else ""
+    few = "" if is_share or size > 100 else f"; did you mean '{size}%' or '{size}MiB'?"
+    return f"{memory!r}{whole} is {size} bytes ({format_bytes(size)}{few})"
 
 
 def format_bytes(size: float) -> str:
@@ -98,7 +108,11 @@ def _parse_text(text: str) -> int | Fraction:
         return _fraction(number / 100, text)
     if unit not in _FACTORS:
         known = "B, kB, MB, GB, TB, KiB, MiB, GiB, TiB, %"
-        raise UnitError(f"unknown unit {match[2]!r} in the memory {text!r}: use one of {known}")
+        near = f"{match[1]}{unit.upper()}iB" if unit + "ib" in _FACTORS else None
+        maybe = f"did you mean {near!r}? Else " if near else ""
+        raise UnitError(
+            f"unknown unit {match[2]!r} in the memory {text!r}: {maybe}use one of {known}"
+        )
     if not unit and number.denominator != 1:
         return _fraction(number, text)
     return _positive(math.floor(number * _FACTORS[unit]), text)

@@ -152,7 +152,7 @@ def test_a_dataclass_that_torch_does_not_know_is_refused():
     class Unknown:
         h: torch.Tensor
 
-    told = r"state holds a Unknown: expected .* torch\.export\.register_dataclass\(Unknown\)"
+    told = r"got a Unknown in the state: expected .* torch\.export\.register_dataclass\(Unknown\)"
     with pytest.raises(rg.CellError, match=told):
         rg.unroll(lambda x, s: (x, s), torch.randn(5, 2), Unknown(torch.zeros(2)), memory="50%")
 
@@ -165,7 +165,7 @@ def test_a_state_that_does_not_settle_is_refused():
 
     with pytest.raises(rg.CellError, match="changed the structure of its state"):
         rg.unroll(grows, x.requires_grad_(), None, memory="50%")
-    with pytest.raises(rg.CellError, match="the state holds a str"):
+    with pytest.raises(rg.CellError, match="got a str in the state"):
         rg.unroll(grows, x, "a text")
 
 

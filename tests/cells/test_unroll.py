@@ -429,7 +429,7 @@ BAD = [
     (lambda x, h: (h, (h, h)), "changed the structure of its state"),
     (lambda x, h: (h, h[:1]), r"changed tensor 0 of its state: expected shape \(2, 3\)"),
     (lambda x, h: (h, h.double()), "expected shape .* torch.float32 .* got .* torch.float64"),
-    (lambda x, h: (1.0, h), "output of the cell holds a float"),
+    (lambda x, h: (1.0, h), "got a float in the output of the cell"),
     (lambda x, h: (h, x.mul_(2)), "writes in place to its input, or to a parameter"),
 ]
 
@@ -445,7 +445,7 @@ def test_a_cell_that_cannot_be_run_is_refused_with_the_remedy(cell, message):
     ("inputs", "message"),
     [
         ([], "hold no tensor"),
-        ([torch.randn(3), 2.0], "inputs holds a float"),
+        ([torch.randn(3), 2.0], "got a float in the inputs"),
         ([torch.randn(3, 1), torch.randn(4, 1)], "expected the same number of steps"),
         ([torch.tensor(1.0)], "expected the same number of steps"),
         ([torch.randn(0, 3)], "0 steps: expected at least one"),

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import inspect
 import pickle
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -1829,6 +1830,13 @@ def test_a_weight_of_one_of_two_rows_is_exchanged(change, memory):
     for _ in range(2):
         same(trained(ours, x), trained(theirs, x))
         assert working_bytes(ours, x) <= allowed
+
+
+def test_trainers_see_the_arguments_of_a_model_and_of_its_layers():
+    model, x = Forked(), inputs()
+    forwards = [inspect.signature(part.forward) for part in model.modules()]
+    rg.budget(model, "60%", x)
+    assert [inspect.signature(part.forward) for part in model.modules()] == forwards
 
 
 @pytest.mark.parametrize("number", [361, 462])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from retrograde.cells.as_cell import as_cell
 from retrograde.cells.cell import Cell, as_pair
 from retrograde.cells.unroll import CellCall, refuse_compiled
 from retrograde.errors import CellError, InputError
@@ -18,6 +19,7 @@ from retrograde.plan.fit import Fit
 from retrograde.replay.trees import Tensors, flatten, flatten_state
 from retrograde.run.autograd import refuse_both
 from retrograde.run.layout import Layout, Ragged, Straight, check_length, over
+from retrograde.run.states import shaped
 from retrograde.run.transforms import uncompiled
 from retrograde.schedule import Schedule
 from retrograde.units import Memory, parse_memory
@@ -102,11 +104,11 @@ class Recurrent(nn.Module):
         return spec.unflatten(outputs), last
 
     def fit(self, input: Any, state: Any = None, lengths: Any = None) -> Fit:
-        """Return the plan for a call with these arguments: peak, least budget, forward steps.
+        """Return the plan for a call with these arguments, or an input of a shape.
         Raises the errors of the call."""
         if self.memory is None:
             raise CellError("there is no budget to fit: give memory=, such as memory=0.05")
-        call, cell, state = self._call_of(input, state, lengths)
+        call, cell, state = self._call_of(shaped(input, self), state, lengths)
         return call.planned(cell, state)[0]
 
     def extra_repr(self) -> str:
@@ -126,7 +128,7 @@ class Recurrent(nn.Module):
         leaves, spec = flatten(input, "input")
         if self.batch_first:
             leaves = [x.transpose(0, 1) for x in leaves]
-        length, cell = check_length(leaves), _as_cell(self.cell)
+        length, cell = check_length(leaves), as_cell(self.cell)
         layout: Layout = Straight(length, fused=False)
         if lengths is not None:
             layout = Ragged(length, _checked(lengths, leaves))
@@ -162,18 +164,6 @@ def _checked_samples(goes_on: Tensor, t: Tensor) -> Tensor:
             f"dimension ({len(goes_on)}, …), since their lengths differ; transpose it"
         )
     return goes_on
-
-
-def _as_cell(module: nn.Module) -> Cell:
-    """Return a module as a cell; torch's own return only their state."""
-    if isinstance(module, nn.LSTMCell | nn.RNNCell | nn.GRUCell):
-
-        def step(x: Tensor, state: Any) -> tuple[Tensor, Any]:
-            after = module(x, state)
-            return after[0] if isinstance(module, nn.LSTMCell) else after, after
-
-        return step
-    return module
 
 
 def _checked(lengths: Any, leaves: Tensors) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from retrograde.cells.as_cell import as_cell
 from retrograde.cells.cell import Cell, StepCore, later_state
 from retrograde.cells.loss import Loss, RangeLoss, StepLoss, examine_loss
 from retrograde.cells.rehearsal import rehearse
@@ -169,7 +170,9 @@ def _cell(
     device = tensors[0].device if tensors else torch.device("cpu")
     with autocast_as_now(device):
         stream = Stream.of(open_source(inputs, length, device), wants_inputs)
-        core, probed = examine_loss(StepLoss(cell, loss, device), stream, states, state_spec)
+        core, probed = examine_loss(
+            StepLoss(as_cell(cell), loss, device), stream, states, state_spec
+        )
     return _Task([Candidate(core)], stream, probed, states, core.state_spec)
 
 

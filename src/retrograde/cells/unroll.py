@@ -7,6 +7,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from retrograde.cells.as_cell import as_cell
 from retrograde.cells.cell import (
     Cell,
     StepCore,
@@ -113,7 +114,7 @@ def unroll(
     leaves, input_spec = flatten_inputs(inputs)
     layout = Straight(check_length(leaves), fused=False)
     call = CellCall(leaves, input_spec, layout, memory, schedule, compile)
-    outputs, spec, last = call.run(cell, state)
+    outputs, spec, last = call.run(as_cell(cell), state)
     return spec.unflatten(outputs), last
 
 

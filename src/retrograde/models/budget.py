@@ -25,7 +25,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import nn
@@ -46,9 +46,10 @@ from retrograde.models.sample_run import (
     untouched,
     what_is_elsewhere,
 )
+from retrograde.recurrent.base import BudgetedRNN
 from retrograde.run.transforms import is_unreal
 from retrograde.sizes.elsewhere import draw
-from retrograde.units import Memory, aligned, as_bytes, format_bytes, parse_memory
+from retrograde.units import Memory, aligned, as_bytes, as_given, format_bytes, parse_memory
 
 _TOLD = 3  # the most reasons in one message
 _NO_USE = "hardly holds more than it has to: a budget would gain nothing"
@@ -126,7 +127,15 @@ class Division:
         return "\n".join([aligned(rows), *told])
 
 
-def budget(model: nn.Module, memory: Memory, sample: Any) -> Division:
+@overload
+def budget(model: nn.Module, memory: None, sample: Any = None) -> None: ...
+
+
+@overload
+def budget(model: nn.Module, memory: Memory, sample: Any) -> Division: ...
+
+
+def budget(model: nn.Module, memory: Memory | None, sample: Any = None) -> Division | None:
     """Divide one memory budget among the recurrent modules and deep chains of a model.
 
     Every ``torch.nn.RNN``, ``GRU`` and ``LSTM`` in the model, at any depth, becomes the module of
@@ -143,13 +152,14 @@ def budget(model: nn.Module, memory: Memory, sample: Any) -> Division:
         model: any module with recurrent modules or Sequentials in it, or one of these.
         memory: the budget for all calls of one forward and backward pass, beyond the outputs and
             gradients of the modules: bytes (``67108864``), a size (``"64MiB"``), or a fraction of
-            ordinary backpropagation's memory for these modules (``0.05``, ``"5%"``).
+            ordinary backpropagation's memory for these modules (``0.05``, ``"5%"``). None takes
+            every budget off; modules that became ours then run as torch's do.
         sample: the input of the model: a tuple of arguments, a dict of keyword arguments, or its
             one argument. It should be the largest input of the training. The model should be in
             the mode in which it is trained. It is called a few times, which leaves no trace.
 
     Returns:
-        A :class:`Division`.
+        A :class:`Division`; None if the budgets are taken off.
 
     Raises:
         BudgetError: the budget is too small; the message names the least one.
@@ -163,6 +173,12 @@ def budget(model: nn.Module, memory: Memory, sample: Any) -> Division:
         >>> share.budget_bytes == share.ordinary_bytes // 5 == model[0].memory
         True
     """
+    if memory is None:
+        install(model, [])
+        for module in model.modules():
+            if isinstance(module, BudgetedRNN) or is_chain(module):
+                module.memory = module.schedule = None
+        return None
     parse_memory(memory)
     _check(model, sample)
     order = called_in_turn(model, sample)
@@ -371,10 +387,9 @@ def _too_little(
     memory: Memory, total: int, least: int, ordinary: int, needs: Sequence[Watched]
 ) -> str:
     most = max(needs, key=lambda one: one.used(one.minimum_bytes))
-    given = f"{memory!r} is {total} bytes ({format_bytes(total)})"
     return (
-        f"the memory {given}, but the budgeted modules need at least {least} bytes "
-        f"({format_bytes(least)}) together, that is {least / ordinary:.2%} of ordinary "
-        f"backpropagation's; most of it is for {most.title}: raise the budget, or make the batch "
-        "or the state smaller"
+        f"the memory {as_given(memory, total, ordinary)}, but the budgeted modules need at least "
+        f"{least} bytes ({format_bytes(least)}) together, that is {least / ordinary:.2%} of "
+        f"ordinary backpropagation's; most of it is for {most.title}: raise the budget, or make "
+        "the batch or the state smaller"
     )

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from retrograde.cells.any_recurrent import Recurrent
+from retrograde.cells.as_cell import as_cell
 from retrograde.cells.stateful import Stateful
 from retrograde.cells.unroll import CellCall, refuse_compiled
 from retrograde.errors import CellError
@@ -17,6 +18,7 @@ from retrograde.models.replace_modules import twin
 from retrograde.plan.fit import Fit
 from retrograde.replay.trees import flatten_inputs
 from retrograde.run.layout import Straight, check_length
+from retrograde.run.states import shaped
 from retrograde.schedule.actions import Verb
 from retrograde.sizes.timing import RangeTimes, time_steps
 from retrograde.units import Memory, parse_memory
@@ -39,7 +41,7 @@ def fit(
         cell: the callable: a cell as for :func:`retrograde.unroll`; an LSTM, a GRU or an RNN,
             torch's or ours; a ``Sequential``; or a :class:`retrograde.Recurrent`. Its own
             ``memory`` is ignored.
-        inputs: as for the call; they require a gradient if they will then.
+        inputs: as for the call; they require a gradient if they will then. Or a shape, of a tensor.
         state: the initial state, as for the call.
         memory: the budget: bytes (``67108864``), a size (``"64MiB"``), or a fraction of ordinary
             backpropagation's memory (``0.05``, ``"5%"``).
@@ -67,6 +69,7 @@ def fit(
         (True, True)
     """
     parse_memory(memory)
+    inputs = shaped(inputs, cell)
     if compile:
         refuse_compiled(stateful=stateful or None)
         if isinstance(cell, nn.RNNBase | nn.Sequential | Recurrent):
@@ -92,6 +95,7 @@ def fit(
         leaves, spec = flatten_inputs(inputs)
         layout = Straight(check_length(leaves), fused=False)
         call = CellCall(leaves, spec, layout, memory, None, compile)
+        cell = as_cell(cell)
     with torch.enable_grad():
         found, core, read, later = call.planned(cell, state)
         times = time_steps(core, read, later, _REPEATS)

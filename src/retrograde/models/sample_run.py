@@ -350,11 +350,23 @@ def _eager() -> Iterator[None]:
 
 def run_model(model: nn.Module, sample: Any) -> Any:
     """Call a model on a sample: a tuple is its arguments, a dict its keyword arguments."""
-    if isinstance(sample, dict):
-        return model(**sample)
-    if type(sample) is tuple:  # not a named tuple, such as a PackedSequence
-        return model(*sample)
-    return model(sample)
+    try:
+        if isinstance(sample, dict):
+            return model(**sample)
+        if type(sample) is tuple:  # not a named tuple, such as a PackedSequence
+            return model(*sample)
+        return model(sample)
+    except (TypeError, AttributeError) as error:
+        if type(sample) in _GIVEN:
+            error.add_note(f"The model was given {_GIVEN[type(sample)]}.")
+        raise
+
+
+_GIVEN: dict[type, str] = {
+    tuple: "the entries of the sample, a tuple, as its arguments",
+    dict: "the entries of the sample, a dict, as its keyword arguments",
+    list: "the sample, a list, as its one argument",
+}
 
 
 def what_is_elsewhere(

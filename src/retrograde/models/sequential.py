@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from retrograde.errors import CellError, ScanError
 from retrograde.models.chain_plans import CHAINS, ChainFit, ChainPlans, named_layers
+from retrograde.run.states import shaped
 from retrograde.run.transforms import uncompiled
 from retrograde.scan.chain_scan import SCAN_CHOICES, ChainScan, ScanChoice
 from retrograde.scan.sparse.feedforward import Algorithm
@@ -107,7 +108,7 @@ class Sequential(nn.Sequential):
         """Return the schedule that the budget gives for an input; nothing is trained.
 
         Args:
-            input: as for a call; every layer is measured on an input like it.
+            input: as for a call, or a shape; every layer is measured on an input like it.
 
         Returns:
             A :class:`~retrograde.models.chain_plans.ChainFit`; ``print`` shows it.
@@ -121,7 +122,7 @@ class Sequential(nn.Sequential):
                 f"memory={self.memory!r} and backward={self.backward!r}: expected a memory and no "
                 "backward; only layers within a budget have a schedule"
             )
-        return self._fit_within(self.memory, input)
+        return self._fit_within(self.memory, shaped(input, self))
 
     def _fit_within(self, memory: Memory, input: Any) -> ChainFit:
         """Return the result of :meth:`fit` for another budget; nothing is changed."""

@@ -29,7 +29,7 @@ from retrograde.errors import BudgetError
 from retrograde.plan.steps.blocks import Blocks
 from retrograde.plan.steps.unfold import Segments, store_all
 from retrograde.schedule import Schedule, Units, Verb
-from retrograde.units import Memory, as_bytes, asks_for_all, format_bytes
+from retrograde.units import Memory, as_bytes, as_given, asks_for_all, format_bytes
 
 _LEVELS = 1024  # units of memory, at most
 _GRID = 1.2
@@ -262,10 +262,8 @@ def refusal(
     unit: str = "steps",
 ) -> BudgetError:
     """Return the error for a ``budget`` below ``minimum`` (bytes), which ``memory`` asked for."""
-    is_share = isinstance(memory, float) or (isinstance(memory, str) and "%" in memory)
-    given = f"{memory} of {format_bytes(ordinary)}" if is_share else f"{memory!r}"
     return BudgetError(
-        f"the memory {given} is {budget} bytes ({format_bytes(budget)}), but {length} {unit} "
+        f"the memory {as_given(memory, budget, ordinary)}, but {length} {unit} "
         f"need at least {minimum} bytes ({format_bytes(minimum)}), that is "
         f"{minimum / ordinary:.2%} of ordinary backpropagation's: raise the budget, or make "
         "the batch or the state smaller",

@@ -28,6 +28,7 @@ from retrograde.recurrent.scheduled import find_plan
 from retrograde.recurrent.vendor import is_too_long
 from retrograde.recurrent.weights import over_weights
 from retrograde.run.autograd import check_schedule, refuse_both
+from retrograde.run.states import shaped
 from retrograde.run.transforms import (
     is_exporting,
     is_unreal,
@@ -183,11 +184,11 @@ class BudgetedRNN(nn.RNNBase):
         return wanted
 
     def fit(self, input: Tensor | PackedSequence, hx: Any = None) -> Fit:
-        """Return the fit that a call with this input would use: schedule, bytes, least budget.
+        """Return the fit that a call with this input, or one of this shape, would use.
         Raises the errors of the call, and CellError if no ``memory`` is set."""
         if self.memory is None:
             raise CellError("there is no budget to fit: give memory=, such as memory=0.05")
-        return self._fit_within(self.memory, input, hx)
+        return self._fit_within(self.memory, shaped(input, self), hx)
 
     def _fit_within(self, memory: Memory, input: Any, hx: Any = None) -> Fit:
         """Return the result of :meth:`fit` for another budget; nothing is changed."""

@@ -13,20 +13,10 @@ from retrograde.units import Memory
 
 
 class RNN(BudgetedRNN, nn.RNN):
-    """``torch.nn.RNN`` whose gradient is computed in parallel, or within a memory budget.
+    """``torch.nn.RNN`` whose backward pass stays within a memory budget, or is a parallel scan.
 
     Args:
-        input_size: numbers in the input of a step, I.
-        hidden_size: units, H.
-        num_layers: layers, each of which reads the outputs of the one before.
-        nonlinearity: ``"tanh"`` or ``"relu"``.
-        bias: whether the layers have biases.
-        batch_first: whether inputs and outputs are (B, T, …), not (T, B, …).
-        dropout: the fraction of outputs that is dropped between layers.
-        bidirectional: whether each layer goes through the sequence in both directions.
-        proj_size: must be 0, as in torch.
-        device: the device of the parameters.
-        dtype: the dtype of the parameters.
+        input_size, …, dtype: those of ``torch.nn.RNN``, in the same order.
         memory: the budget for the backward pass, beyond inputs, outputs and gradients: bytes
             (``67108864``), a size (``"64MiB"``), or a fraction of ordinary backpropagation's memory
             for the same module and shapes (``0.05``, ``"5%"``). None: no limit.
@@ -34,7 +24,8 @@ class RNN(BudgetedRNN, nn.RNN):
             or with a budget the fastest one that fits.
         schedule: a schedule to follow instead of a budget, for sequences of its length only.
 
-    ``memory``, ``backward`` and ``schedule`` are attributes, and may be changed at any time.
+    The three are attributes, and may be changed at any time. A call also takes ``reset=``: where
+    samples begin anew inside a sequence (:meth:`forward`).
 
     Raises:
         UnitError: the memory cannot be read.
@@ -68,9 +59,21 @@ class RNN(BudgetedRNN, nn.RNN):
 
 
 class GRU(BudgetedRNN, nn.GRU):
-    """``torch.nn.GRU`` whose gradient is computed in parallel, or within a memory budget.
+    """``torch.nn.GRU`` whose backward pass stays within a memory budget, or is a parallel scan.
 
-    Arguments and errors are those of :class:`RNN`, without ``nonlinearity``.
+    Args:
+        input_size, …, dtype: those of ``torch.nn.GRU``, in the same order.
+        memory: the budget for the backward pass, beyond inputs, outputs and gradients: bytes
+            (``67108864``), a size (``"64MiB"``), or a fraction of ordinary backpropagation's memory
+            for the same module and shapes (``0.05``, ``"5%"``). None: no limit.
+        backward: ``"scan"``: by a parallel scan over the steps. None: torch's own backward pass,
+            or with a budget the fastest one that fits.
+        schedule: a schedule to follow instead of a budget, for sequences of its length only.
+
+    The three are attributes, and may be changed at any time. A call also takes ``reset=``: where
+    samples begin anew inside a sequence (:meth:`forward`).
+
+    Raises: as for :class:`RNN`.
 
     Example:
         >>> import torch
@@ -83,10 +86,21 @@ class GRU(BudgetedRNN, nn.GRU):
 
 
 class LSTM(BudgetedRNN, nn.LSTM):
-    """``torch.nn.LSTM`` whose gradient is computed in parallel, or within a memory budget.
+    """``torch.nn.LSTM`` whose backward pass stays within a memory budget, or is a parallel scan.
 
-    Arguments and errors are those of :class:`RNN`, without ``nonlinearity``. ``proj_size`` is the
-    size to which the outputs are projected; 0 means no projection.
+    Args:
+        input_size, …, dtype: those of ``torch.nn.LSTM``, in the same order.
+        memory: the budget for the backward pass, beyond inputs, outputs and gradients: bytes
+            (``67108864``), a size (``"64MiB"``), or a fraction of ordinary backpropagation's memory
+            for the same module and shapes (``0.05``, ``"5%"``). None: no limit.
+        backward: ``"scan"``: by a parallel scan over the steps. None: torch's own backward pass,
+            or with a budget the fastest one that fits.
+        schedule: a schedule to follow instead of a budget, for sequences of its length only.
+
+    The three are attributes, and may be changed at any time. A call also takes ``reset=``: where
+    samples begin anew inside a sequence (:meth:`forward`).
+
+    Raises: as for :class:`RNN`.
 
     Example:
         >>> import torch

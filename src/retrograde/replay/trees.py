@@ -87,12 +87,19 @@ def flatten(tree: Any, name: str, *, numbers: bool = False) -> tuple[list[Tensor
         elif numbers and type(leaf) in _NUMBERS:
             found.append(torch.tensor(leaf, dtype=_NUMBERS[type(leaf)], device="cpu"))
         elif leaf is not None:
-            kind, remedy = type(leaf).__name__, "turn numbers into tensors"
+            kind = type(leaf).__name__
+            remedy = _REMEDIES.get(kind, "turn numbers into tensors")
             if dataclasses.is_dataclass(leaf):
                 remedy = f"make it one by torch.export.register_dataclass({kind})"
-            raise CellError(f"the {name} holds a {kind}: expected a pytree of tensors; {remedy}")
+            raise CellError(f"got a {kind} in the {name}: expected a pytree of tensors; {remedy}")
     kinds = (Tensor if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
     return found, Structure(spec, tuple(kinds))
+
+
+_REMEDIES = {
+    "ndarray": "give torch.from_numpy(array)",
+    "range": "for the numbers of the steps give torch.arange(T)",
+}
 
 
 def flatten_inputs(tree: Any) -> tuple[list[Tensor], Structure]:

@@ -347,7 +347,8 @@ _KEEPS = (
 )
 _REPLACES = (
     "the cell replaced a {} of its module, {}: expected it to change it in place "
-    "(self.count.copy_(...), not self.count = ...), so that a rerun can put it back"
+    "(self.count.copy_(...), not self.count = ...), so that a rerun can put it back; or name that "
+    "module in stateful="
 )
 _WRITES = (
     "the cell writes in place to a tensor of shape {} that it captured: expected it to stay "

@@ -305,7 +305,10 @@ def check_length(leaves: Tensors) -> int:
         CellError: there are no inputs, the numbers of steps differ, or there are no steps.
     """
     if not leaves:
-        raise CellError("the inputs hold no tensor: expected at least one, with time first (T, …)")
+        raise CellError(
+            "the inputs hold no tensor: expected at least one, with time first (T, …); for T steps "
+            "without an input give torch.arange(T)"
+        )
     lengths = {x.shape[0] if len(x.shape) else None for x in leaves}
     if len(lengths) > 1 or None in lengths:
         shapes = ", ".join(str(tuple(x.shape)) for x in leaves)

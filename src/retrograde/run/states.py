@@ -10,7 +10,7 @@ tensor in one order; with two tensors the order would differ.
 """
 
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,14 @@ def each_once(function: Callable[[T], S], values: Iterable[T]) -> list[S]:
     return [
         found[id(v)] if id(v) in found else found.setdefault(id(v), function(v)) for v in values
     ]
+
+
+def shaped(given: Any, module: Any) -> Any:
+    """Return an input, or one of the given shape for a module, with any numbers."""
+    if not (isinstance(given, tuple | torch.Size) and all(type(n) is int for n in given)):
+        return given
+    like = next(module.parameters(), None) if isinstance(module, torch.nn.Module) else None
+    return torch.empty(given) if like is None else like.new_empty(given)
 
 
 def renewed(t: Tensor) -> Tensor:
