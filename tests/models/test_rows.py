@@ -1026,6 +1026,24 @@ def test_the_casts_of_all_weights_are_not_held_at_once():
     assert found <= division.total_bytes + division.elsewhere_bytes + 2**14
 
 
+def test_casts_of_an_earlier_pass_do_not_hide_those_of_a_pass_that_is_measured():
+    """The last layer is in no row, so autocast remembers the cast of its weight."""
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8))
+    model, x = (
+        Chained([Chained(blocks), nn.Flatten(0), nn.Linear(64 * 64, 64)]),
+        torch.randn(64, 64),
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        division = rg.budget(model, "60%", x)
+
+    def call():
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(x).sum()
+        y.backward()
+
+    assert abs(rg.measure(call).working_bytes - division.peak_bytes) <= LOSS
+
+
 def test_casts_of_biases_are_not_held_beside_frozen_weights():
     """Nothing but autocast's cache would hold them; torch's own pass is not what runs at 100 %."""
     net = rg.Sequential(*(nn.Linear(512, 512) for _ in range(24)), memory="100%")

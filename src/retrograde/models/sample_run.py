@@ -384,7 +384,9 @@ def bytes_of_a_pass(model: nn.Module, sample: Any) -> int:
     wanted = [*own, *(t for t in tensors_in(sample) if t.requires_grad)]
 
     def both_ways() -> Any:
+        torch.clear_autocast_cache()  # of an earlier pass
         outputs = [t for t in tensors_in(run_model(model, sample)) if t.requires_grad]
+        torch.clear_autocast_cache()  # as at the end of a context, in which backward() is not
         ones = map(expanded, outputs)
         return outputs, torch.autograd.grad(outputs, wanted, [*ones], allow_unused=True)
 
