@@ -180,7 +180,7 @@ def budget(model: nn.Module, memory: Memory, sample: Any) -> Division:
     least = sum(one.used(one.minimum_bytes) for one in needs)
     total = as_bytes(memory, ordinary)
     with _unless_refused(model):
-        kept = _Kept(model, sample, needs, ordinary, elsewhere + useless)
+        kept = _Kept(model, sample, order.fill, needs, ordinary, elsewhere + useless)
         if total < least:
             least = kept.least(least)
             raise BudgetError(_too_little(memory, total, least, ordinary, needs), least)
@@ -204,9 +204,10 @@ class _Kept:
     """
 
     def __init__(
-        self, model: nn.Module, sample: Any, needs: Sequence[Watched], ordinary: int, elsewhere: int
-    ) -> None:
-        self.model, self.sample, self.needs = model, sample, needs
+        self, model: nn.Module, sample: Any, fill: float | None, needs: Sequence[Watched],
+        ordinary: int, elsewhere: int,
+    ) -> None:  # fmt: skip
+        self.model, self.sample, self.fill, self.needs = model, sample, fill, needs
         self.ordinary, self.elsewhere, self.rest, self.peak = ordinary, elsewhere, 0, 0
         self.shares: dict[str, Share] = {}
         self.are_rows = all(one.called_rows for one in needs)
@@ -220,7 +221,7 @@ class _Kept:
                 share = Share(calls, size, each.minimum_bytes, each.ordinary_bytes)
                 self.shares[each.name] = share
         install(self.model, [row for one in self.needs for row in one.called_rows])
-        self.peak = bytes_of_a_pass(self.model, self.sample)
+        self.peak = bytes_of_a_pass(self.model, self.sample, self.fill)
         return self.peak - self.elsewhere
 
     def least(self, least: int) -> int:
