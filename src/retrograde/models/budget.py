@@ -181,10 +181,8 @@ def budget(model: nn.Module, memory: Memory, sample: Any) -> Division:
     total = as_bytes(memory, ordinary)
     with _unless_refused(model):
         kept = _Kept(model, sample, order.fill, needs, ordinary, elsewhere + useless)
-        if total < least:
-            least = kept.least(least)
-            raise BudgetError(_too_little(memory, total, least, ordinary, needs), least)
-        if (most := kept.within(total, least)) > total:
+        most = kept.least(least) if total < least else kept.within(total, least)
+        if most > total:
             raise BudgetError(_too_little(memory, total, most, ordinary, needs), most)
     left = tuple(one.name for one in watched if not one.calls)
     return Division(
@@ -272,12 +270,11 @@ class _Kept:
 @contextmanager
 def _unless_refused(model: nn.Module) -> Iterator[None]:
     """Leave the classes and attributes of all modules as they were, if a block raises."""
-    every = [(m, type(m), vars(m)) for m in model.modules()]
-    before = [(*one, {name: one[2][name] for name in dict.__iter__(one[2])}) for one in every]
+    before = [(m, type(m), dict(dict.items(vars(m)))) for m in model.modules()]
     try:
         yield
     except BaseException:
-        for module, kind, _, were in before:
+        for module, kind, were in before:
             object.__setattr__(module, "__class__", kind)
             own = vars(module)
             own.clear()
