@@ -16,6 +16,7 @@ from oracles.drawn_changes import read_changed
 from retrograde.models import call_sizes
 from retrograde.models.refill import Dropped
 from retrograde.models.rows import RowForward
+from retrograde.models.timeline import Timeline
 from retrograde.plan.calls import Part
 from retrograde.units import format_bytes
 
@@ -1813,6 +1814,25 @@ def test_data_that_need_more_are_noticed_in_their_pass(recwarn):
         same(trained(less, many), trained(other, many))
     with pytest.raises(rg.BudgetError, match="too small for an input of this kind"):
         trained(less, many)
+
+
+class Reordering(nn.Module):
+    """Indexes, by which data could decide sizes, and has more buffers than values."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.mix, self.norm = nn.Linear(width, width), nn.BatchNorm1d(width)
+        self.register_buffer("order", torch.randperm(width))
+
+    def forward(self, x):
+        return x + torch.relu(self.norm(self.mix(x[:, self.order])))
+
+
+def test_buffers_that_a_dropped_call_notes_are_not_taken_for_larger_sizes(monkeypatch):
+    model, x, grown = Blocks(Reordering), rows_of(4), []
+    monkeypatch.setattr(Timeline, "grows", lambda _, name, kind: grown.append(name))
+    rg.budget(model, least_of(model, x), x)
+    assert not grown
 
 
 @pytest.mark.quick(2)
