@@ -17,6 +17,7 @@ from oracles.drawn_changes import read_changed
 from retrograde.models import call_sizes
 from retrograde.models.refill import Dropped
 from retrograde.models.rows import RowForward
+from retrograde.models.timeline import Timeline
 from retrograde.plan.calls import Part
 from retrograde.units import format_bytes
 
@@ -1027,6 +1028,24 @@ def test_the_casts_of_all_weights_are_not_held_at_once():
     assert found <= division.total_bytes + division.elsewhere_bytes + 2**14
 
 
+def test_casts_of_an_earlier_pass_do_not_hide_those_of_a_pass_that_is_measured():
+    """The last layer is in no row, so autocast remembers the cast of its weight."""
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8))
+    model, x = (
+        Chained([Chained(blocks), nn.Flatten(0), nn.Linear(64 * 64, 64)]),
+        torch.randn(64, 64),
+    )
+    with torch.autocast("cpu", torch.bfloat16):
+        division = rg.budget(model, "60%", x)
+
+    def call():
+        with torch.autocast("cpu", torch.bfloat16):
+            y = model(x).sum()
+        y.backward()
+
+    assert abs(rg.measure(call).working_bytes - division.peak_bytes) <= LOSS
+
+
 def test_casts_of_biases_are_not_held_beside_frozen_weights():
     """Nothing but autocast's cache would hold them; torch's own pass is not what runs at 100 %."""
     net = rg.Sequential(*(nn.Linear(512, 512) for _ in range(24)), memory="100%")
@@ -1753,6 +1772,15 @@ def test_layers_may_be_left_out_by_chance(chance, recwarn):
     assert not recwarn.list
 
 
+def test_the_pass_that_is_measured_leaves_no_layer_out():
+    """A pass that leaves layers out may take less than the plan for all calls."""
+    model, x = Blocks(leaves_out=lambda k: random.random() < 0.9), rows_of()
+    division = rg.budget(model, "55%", x)
+    model.leaves_out = lambda k: False
+    taken = rg.measure(lambda: model(x).sum().backward()).working_bytes
+    assert abs(taken - division.peak_bytes) <= LOSS
+
+
 def test_a_number_that_is_drawn_between_layers_hides_no_row():
     model = Blocks(leaves_out=lambda k: random.randrange(1))
     assert [*rg.budget(model, "55%", rows_of()).shares] == ["blocks.0 … blocks.5"]
@@ -1787,6 +1815,25 @@ def test_data_that_need_more_are_noticed_in_their_pass(recwarn):
         same(trained(less, many), trained(other, many))
     with pytest.raises(rg.BudgetError, match="too small for an input of this kind"):
         trained(less, many)
+
+
+class Reordering(nn.Module):
+    """Indexes, by which data could decide sizes, and has more buffers than values."""
+
+    def __init__(self, width=16):
+        super().__init__()
+        self.mix, self.norm = nn.Linear(width, width), nn.BatchNorm1d(width)
+        self.register_buffer("order", torch.randperm(width))
+
+    def forward(self, x):
+        return x + torch.relu(self.norm(self.mix(x[:, self.order])))
+
+
+def test_buffers_that_a_dropped_call_notes_are_not_taken_for_larger_sizes(monkeypatch):
+    model, x, grown = Blocks(Reordering), rows_of(4), []
+    monkeypatch.setattr(Timeline, "grows", lambda _, name, kind: grown.append(name))
+    rg.budget(model, least_of(model, x), x)
+    assert not grown
 
 
 @pytest.mark.quick(2)

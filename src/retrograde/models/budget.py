@@ -196,11 +196,9 @@ def budget(model: nn.Module, memory: Memory | None, sample: Any = None) -> Divis
     least = sum(one.used(one.minimum_bytes) for one in needs)
     total = as_bytes(memory, ordinary)
     with _unless_refused(model):
-        kept = _Kept(model, sample, needs, ordinary, elsewhere + useless)
-        if total < least:
-            least = kept.least(least)
-            raise BudgetError(_too_little(memory, total, least, ordinary, needs), least)
-        if (most := kept.within(total, least)) > total:
+        kept = _Kept(model, sample, order.fill, needs, ordinary, elsewhere + useless)
+        most = kept.least(least) if total < least else kept.within(total, least)
+        if most > total:
             raise BudgetError(_too_little(memory, total, most, ordinary, needs), most)
     left = tuple(one.name for one in watched if not one.calls)
     return Division(
@@ -220,9 +218,10 @@ class _Kept:
     """
 
     def __init__(
-        self, model: nn.Module, sample: Any, needs: Sequence[Watched], ordinary: int, elsewhere: int
-    ) -> None:
-        self.model, self.sample, self.needs = model, sample, needs
+        self, model: nn.Module, sample: Any, fill: float | None, needs: Sequence[Watched],
+        ordinary: int, elsewhere: int,
+    ) -> None:  # fmt: skip
+        self.model, self.sample, self.fill, self.needs = model, sample, fill, needs
         self.ordinary, self.elsewhere, self.rest, self.peak = ordinary, elsewhere, 0, 0
         self.shares: dict[str, Share] = {}
         self.are_rows = all(one.called_rows for one in needs)
@@ -236,7 +235,7 @@ class _Kept:
                 share = Share(calls, size, each.minimum_bytes, each.ordinary_bytes)
                 self.shares[each.name] = share
         install(self.model, [row for one in self.needs for row in one.called_rows])
-        self.peak = bytes_of_a_pass(self.model, self.sample)
+        self.peak = bytes_of_a_pass(self.model, self.sample, self.fill)
         return self.peak - self.elsewhere
 
     def least(self, least: int) -> int:
@@ -287,12 +286,11 @@ class _Kept:
 @contextmanager
 def _unless_refused(model: nn.Module) -> Iterator[None]:
     """Leave the classes and attributes of all modules as they were, if a block raises."""
-    every = [(m, type(m), vars(m)) for m in model.modules()]
-    before = [(*one, {name: one[2][name] for name in dict.__iter__(one[2])}) for one in every]
+    before = [(m, type(m), dict(dict.items(vars(m)))) for m in model.modules()]
     try:
         yield
     except BaseException:
-        for module, kind, _, were in before:
+        for module, kind, were in before:
             object.__setattr__(module, "__class__", kind)
             own = vars(module)
             own.clear()

@@ -88,7 +88,7 @@ class Known:
             return
         with ResultBytes() as found:
             yield grew
-        if found.nbytes <= self.most[at] * _ALIKE:
+        if found.nbytes <= self.most[at] * _ALIKE + self.raw[at].noted_bytes:
             return
         with MEASURING:
             self.raw[at] = Plans().measure(self.units[at], layers, given, made, self.tied)

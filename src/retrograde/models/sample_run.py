@@ -45,7 +45,7 @@ from retrograde.run.core import hooked
 from retrograde.run.transforms import hooks_of_all, refuse_transforms, uncompiled
 from retrograde.sizes.allocations import measure, measure_phases
 from retrograde.sizes.cache import signature
-from retrograde.sizes.elsewhere import FILLS, Elsewhere, Filling, draw
+from retrograde.sizes.elsewhere import FILLS, Elsewhere, Filling, draw, filling
 from retrograde.sizes.ordinary import FEW_BYTES, FEW_STEPS, expanded
 
 _USEFUL = 0.9
@@ -390,19 +390,22 @@ def what_is_elsewhere(
     return elsewhere
 
 
-def bytes_of_a_pass(model: nn.Module, sample: Any) -> int:
-    """Run a model forward and backward on a sample. Return its working bytes, or 0 if it raises."""
+def bytes_of_a_pass(model: nn.Module, sample: Any, fill: float | None) -> int:
+    """Run a model forward and backward on a sample. Return its working bytes, or 0 if it raises.
+    What it draws to decide which layers it runs is ``fill``, if that is given."""
     own = [p for p in model.parameters() if p.requires_grad]
     wanted = [*own, *(t for t in tensors_in(sample) if t.requires_grad)]
 
     def both_ways() -> Any:
+        torch.clear_autocast_cache()  # of an earlier pass
         outputs = [t for t in tensors_in(run_model(model, sample)) if t.requires_grad]
+        torch.clear_autocast_cache()  # as at the end of a context, in which backward() is not
         ones = map(expanded, outputs)
         return outputs, torch.autograd.grad(outputs, wanted, [*ones], allow_unused=True)
 
     try:
-        muted = muted_modules([*model.modules()])
-        with untouched(model), _eager(), torch.enable_grad(), muted, as_accumulated(own):
+        muted, alike = muted_modules([*model.modules()]), as_accumulated(own)
+        with untouched(model), filling(fill), _eager(), torch.enable_grad(), muted, alike:
             return measure(both_ways).working_bytes
     except Exception as error:  # a model may allow only backward(), for example
         if type(error) is RetrogradeError:  # a rerun computes something else
