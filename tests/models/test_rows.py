@@ -1855,3 +1855,14 @@ def test_a_pass_that_leaves_its_first_layer_out_needs_no_more():
         return refusal.value.minimum_bytes
 
     assert needed(1) == needed(0)  # at 1 the first layer is left out
+
+
+class Noisy(Blocks):
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x + 0.1 * torch.randn_like(x))
+        return x
+
+
+def test_a_first_input_without_a_gradient_counts_once():
+    assert least_of(Noisy(), rows_of()) <= least_of(Noisy(), rows_of().requires_grad_())
