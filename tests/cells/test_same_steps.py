@@ -299,6 +299,24 @@ class TestSteps:
         loop()
         assert found.ordinary_bytes == pytest.approx(rg.measure(loop).working_bytes, rel=0.03)
 
+    @pytest.mark.parametrize("run", ["unroll", "bptt"])
+    def test_the_least_that_an_error_names_works(self, run):
+        w = torch.randn(H, H).requires_grad_()
+        x, h = torch.randn(3, B, H), torch.randn(B, H, requires_grad=True)
+
+        def cell(x_t, h):  # step 0, whose state requires a gradient, is larger than the others
+            new = x_t * w[0] + h.sin().cos().tanh()
+            return new, h.detach() + x_t
+
+        def call(memory):
+            if run == "unroll":
+                return rg.unroll(cell, x, h, memory=memory)[0].sum().backward()
+            return rg.bptt(cell, x, h, loss=lambda _, y: y.sum(), memory=memory)
+
+        with pytest.raises(rg.BudgetError) as refusal:
+            call(1)
+        call(refusal.value.minimum_bytes)
+
 
 def test_a_loop_in_a_loop_is_measured_once(monkeypatch):
     from retrograde.cells import unroll

@@ -170,6 +170,29 @@ def test_the_peak_is_within_the_budget_and_uses_it():
         assert 0.85 * budget <= peak_of(cell, x, state, budget) <= budget
 
 
+@pytest.mark.parametrize("hands_on", ["itself", "detached"])
+def test_gradients_that_nobody_asks_for_are_not_computed(hands_on):
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 64)
+    x, h = torch.randn(9, 1, 64), torch.randn(1, 64, requires_grad=True)
+
+    def cell(x_t, h):
+        h = torch.tanh(layer(x_t + h))
+        return h, h.detach() if hands_on == "detached" else h
+
+    def gradient(y):
+        return torch.autograd.grad(y, [h], torch.ones(9, 1, 64))
+
+    def call(memory):
+        return gradient(rg.unroll(cell, x, h, memory=memory)[0])
+
+    with pytest.raises(rg.BudgetError) as refusal:
+        call(1)
+    found = call(refusal.value.minimum_bytes)
+    assert_bitwise(found, gradient(loop(cell, x, h)[0]))
+    assert rg.measure(lambda: call(refusal.value.minimum_bytes)).working_bytes < layer.weight.nbytes
+
+
 def test_any_pytree_integer_parts_and_none():
     Point = namedtuple("Point", ["value", "count"])
     linear = nn.Linear(3, 3)

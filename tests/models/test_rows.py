@@ -1889,3 +1889,35 @@ def test_trainers_see_the_arguments_of_a_model_and_of_its_layers():
 @pytest.mark.parametrize("number", [361, 462])
 def test_drawn_models_whose_rows_wait_for_none_end_in_no_raw_error(number):
     assert read_changed(number).outcome in ("exact", "told", "refused")
+
+
+class LeftOut(Plain):
+    def __init__(self):
+        super().__init__()
+        self.up.weight.requires_grad_(False)
+
+    def forward(self, x):
+        return x if random.random() < 0.5 else super().forward(x)
+
+
+def test_a_pass_that_leaves_its_first_layer_out_needs_no_more():
+    def needed(seed):
+        model, x = Blocks(LeftOut), rows_of().requires_grad_()
+        rg.budget(model, least_of(model, x), x)
+        random.seed(seed)
+        with pytest.raises(rg.BudgetError) as refusal:
+            model(rows_of(128).requires_grad_())
+        return refusal.value.minimum_bytes
+
+    assert needed(1) == needed(0)  # at 1 the first layer is left out
+
+
+class Noisy(Blocks):
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x + 0.1 * torch.randn_like(x))
+        return x
+
+
+def test_a_first_input_without_a_gradient_counts_once():
+    assert least_of(Noisy(), rows_of()) <= least_of(Noisy(), rows_of().requires_grad_())

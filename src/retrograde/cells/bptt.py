@@ -272,13 +272,13 @@ def _fitted(task: _Task, inputs: Any, memory: Memory) -> tuple[Core, Schedule]:
     def step() -> tuple[Hashable, Settled]:
         graphless = rehearse(first, task.probed, task.state)
         found = step_bytes(first, task.probed, later())
-        planned = 0 if first.fused else first.settled.seen
-        return found, Settled(planned=planned, graphless=graphless)
+        return found, Settled(planned=first.settled.seen, graphless=graphless)
 
     def find(settled: Settled) -> tuple[int, Fit]:
         state = later()
         sizes = footprints(task.cores, task.probed, state, memory, first=task.state)
-        sizes = [grown(one, settled.planned / max(1, first.settled.seen)) for one in sizes]
+        if settled.larger:
+            sizes = [grown(one, settled.planned / max(1, first.settled.seen)) for one in sizes]
         return fit_fastest(task.cores, sizes, task.probed, state, memory)
 
     key = repr(memory), len(source)

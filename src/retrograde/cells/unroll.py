@@ -216,7 +216,7 @@ class CellCall:
             measured = largest_first(core, inputs, later, settled.step)
             idle = idle_steps(core, inputs, later)
             sizes = footprint(core, measured, later, memory=memory, first=states)
-            if not self.compile:  # where a block is one operation
+            if settled.larger:
                 sizes = grown(sizes, settled.planned / max(1, core.settled.seen))
             if idle:
                 given = sum(shape.numel() * kind.itemsize for shape, kind, _ in core.output_like)

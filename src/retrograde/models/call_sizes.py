@@ -42,8 +42,6 @@ _MARK_BYTES = 8  # one number, which tells a generator's position before and aft
 _ALIKE = 65 / 64  # bytes of two calls
 _ROUNDS = 3
 _MORE_SECONDS = 0.03  # a call that takes longer in all ways is timed once more, not thrice
-
-
 _AGAIN = {KEPT: DROPPED, LEAN: DROPPED_LEAN}  # ways of which both reruns are alike
 _FORWARD = -2  # a way: run without a graph
 #: The order of measuring. What the others are compared with comes last, when all kernels were used.

@@ -47,6 +47,8 @@ class Phases:
         ours = {id(t): n for n, t in enumerate(state)}
         self.places = [ours.get(id(leaf)) for leaf in leaves]
         self.leaves = [None if id(leaf) in ours else leaf for leaf in leaves]
+        for one in () if first else self.arguments.each:
+            one.has_node |= one.wants  # a leaf is only given where the layers before are left out
         self.reruns, self.begun = replace(unit.reruns, counts=False), unit.ambient.capture()
         self.way = KEPT
         self.shown: dict[int, Any] = {}  # by way: fingerprints of result and gradients
@@ -126,9 +128,8 @@ class Phases:
             for shape, dtype, device in self.like:
                 seed = torch.ones(shape[:: -1 if self.turned else 1], dtype=dtype, device=device)
                 seed.view(-1)[::3].mul_(0.5)  # a sum alone may have no gradient
-                turned = seed.permute(tuple(reversed(range(seed.dim())))) if self.turned else seed
-                self.seeds.append(turned)
-                del seed, turned
+                self.seeds.append(seed.permute([*range(seed.dim())][::-1]) if self.turned else seed)
+                del seed
             begin = [torch.empty(0, device=self.device)]
             with as_accumulated(own, self.tied):
                 found = torch.autograd.grad(root, [*edges, *own], begin, allow_unused=True)

@@ -268,8 +268,11 @@ class CalledRow:
         self.lingers |= {(at, k) for k in self._alive() if 0 < k < at}
         if call is None or self.elsewhere is None:
             return
-        first = at == 0 and self.events[0] is self
-        ours = {id(t) for t in (made if at or not first else tensors_in(given.state))}
+        later = at or self.events[0] is not self
+        ours = {id(t) for t in (made if later else tensors_in(given.state))}
+        for one in call.given.each:
+            if isinstance(one.value, Tensor):  # else it would look as if the model kept it
+                one.value = one.value.detach()
         held = zip(given.leaves, call.given.each, strict=True)
         self.elsewhere.hold(
             tensors_in([one.value for x, one in held if id(x) not in ours and not self._is_made(x)])
@@ -277,8 +280,7 @@ class CalledRow:
 
     def _is_made(self, x: Any) -> bool:
         """Return whether a row made a tensor, in the run on the sample."""
-        rows = {id(row): row for row in self.events}.values()
-        return isinstance(x, Tensor) and any(x is t() for row in rows for t in row.results)
+        return x is not None and any(x is t() for row in {*self.events} for t in row.results)
 
     def _pass(self, number: int, given: Given) -> Pass | None:
         """Return the pass of a call whose state is the output of the call before it.

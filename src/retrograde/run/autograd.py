@@ -168,9 +168,8 @@ class _Recurrence(torch.autograd.Function):
         saved = ctx.saved_tensors  # read once: hooks that recompute them then do so once
         held, saved = saved[: ctx.n_held], saved[ctx.n_held :]
         inputs, state = list(saved[: ctx.n_inputs]), list(saved[ctx.n_inputs :])
-        run: Run = ctx.run
+        run, layout = ctx.run, ctx.layout
         parameters = run.core.parameters
-        layout: Layout = ctx.layout
         rerun = run.surrounded(ctx.marks)
         needs = ctx.needs_input_grad[_OTHERS:]
         read = layout.read(inputs, held)
@@ -188,6 +187,7 @@ class _Recurrence(torch.autograd.Function):
             layout=layout,
             read=read,
             outside=autocast_as_now(device) if casts else nullcontext(),
+            asked=[_is_asked(node) for node, _ in ctx.next_functions[len(saved) :]],
         )
         with rerun, ctx.autocast, muted_hooks([*parameters, *state]):
             try:
@@ -204,17 +204,21 @@ class _Recurrence(torch.autograd.Function):
                     _check_unchanged(parameters, ctx.versions, [*parameters])
                 raise
         _check_unchanged(parameters, ctx.versions, gradients.parameters)
-        return _returned([*gradients.inputs, *gradients.states, *gradients.parameters], needs)
+        found = [*gradients.inputs, *gradients.states, *gradients.parameters]
+        kept = (g if needed else None for g, needed in zip(found, needs, strict=True))
+        return *(None,) * _OTHERS, *kept
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         raise RetrogradeError(no_forward_mode())
 
 
-def _returned(found: list[Tensor | None], needs: tuple[bool, ...]) -> tuple[Tensor | None, ...]:
-    """Return the gradients of all arguments, in their order."""
-    pairs = zip(found, needs, strict=True)
-    return (None,) * _OTHERS + tuple(g if needed else None for g, needed in pairs)
+def _is_asked(node: Any) -> bool:
+    """Return whether this backward pass goes on to a node; torch tells of no leaf it returns."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return True
 
 
 def _check_unchanged(parameters: Tensors, versions: list[int], found: list[Tensor | None]) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -151,7 +152,8 @@ class AutogradCore(Core):
                 if records:
                     settled.note(k, operations() - before)
                     if not settled.passes:
-                        settled.linked &= all(map(_is_linked, (*outputs, *state)))
+                        linked = (t.requires_grad or not is_real(t) for t in (*outputs, *state))
+                        settled.linked &= all(linked)
                 emit(k, k + 1, outputs, state)
                 del outputs
         return state
@@ -170,7 +172,7 @@ class AutogradCore(Core):
                     strict=True,
                 )
             ]
-            pairs = each_once(_as_fused if self.fused else entry, state)
+            pairs = each_once((lambda t: (as_leaf(t),) * 2) if self.fused else entry, state)
             first, given = [leaf for leaf, _ in pairs], [s for _, s in pairs]
             del state, pairs
             entries, watch = [_edge(s) for s in given], None
@@ -223,10 +225,11 @@ class AutogradCore(Core):
         known = {id(t) for t in self.targets}
         state = {id(s): s for s in tape.state if s.requires_grad and id(s) not in known}
         leaves = [*(t for t in tape.inputs if t.requires_grad), *state.values()]
-        found: Sequence[Gradient] = [None] * (len(leaves) + len(self.targets))
-        if roots:
+        asked = gradients.asked or [True] * len(self.targets)
+        wanted = [*leaves, *compress(self.targets, asked)]
+        found: Sequence[Gradient] = [None] * len(wanted)
+        if roots and wanted:
             with gradients.outside:
-                wanted = [*leaves, *self.targets]
                 found = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
         shares = iter(found)
         gradients.take_inputs(
@@ -236,7 +239,8 @@ class AutogradCore(Core):
         gradients.states = [
             next(shares) if state.pop(id(s), None) is not None else None for s in tape.state
         ]
-        _accumulate(gradients.parameters, begun, list(shares), self.parameters)
+        parts = [next(shares) if is_asked else None for is_asked in asked]
+        _accumulate(gradients.parameters, begun, parts, self.parameters)
 
 
 def _record_steps(
@@ -341,15 +345,6 @@ def _accumulate(
             new.append(share)
     if old:
         torch._foreach_add_(old, new)
-
-
-def _is_linked(t: Tensor) -> bool:
-    return t.requires_grad or not is_real(t)
-
-
-def _as_fused(t: Tensor) -> tuple[Tensor, Tensor]:
-    leaf = as_leaf(t)
-    return leaf, leaf
 
 
 def _edge(t: Tensor) -> GradientEdge | None:

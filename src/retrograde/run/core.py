@@ -173,6 +173,7 @@ class Gradients:
     outside: AbstractContextManager[Any] = field(default_factory=nullcontext)
     wanted: Sequence[Tensor | None] = ()
     read: Inputs | None = None
+    asked: Sequence[bool] = ()  # which parameters get one from autograd; all, if this is empty
 
     def of_outputs(self, index: int | slice) -> Sequence[Gradient]:
         """Return the gradients of one call's outputs."""

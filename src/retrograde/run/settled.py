@@ -37,9 +37,9 @@ class Settled:
     ``walked`` says that in a whole call no step used a tensor that was not known before.
     ``graphless`` says that steps without a graph give the same bits, and ``linked`` that all
     results of the first pass's steps required a gradient. ``passes`` is the number of calls that
-    were backpropagated. ``planned`` is the most operations of a measured step, 0 if that is not
-    known, and ``seen`` the most of any step, that of ``step``. ``left`` is how many more the range
-    that is being recorded may have.
+    were backpropagated. ``planned`` is the most operations of a measured step, and ``seen`` the
+    most of any step, that of ``step``. ``larger`` is that of steps not planned for, or 0.
+    ``left`` is how many more the range that is being recorded may have.
     """
 
     walked: bool = False
@@ -49,7 +49,7 @@ class Settled:
     planned: int = 0
     seen: int = 0
     step: int = 0
-    told: int = 0
+    larger: int = 0
     left: float = math.inf
 
     @property
@@ -66,7 +66,7 @@ class Settled:
     def level(self) -> int:
         """Return the operations of a step to plan for: from now on the most that were seen."""
         if self.growth > 1.0:
-            self.planned = self.seen
+            self.planned = self.larger = self.seen
         return self.planned
 
     @contextmanager
@@ -93,8 +93,8 @@ class Settled:
     def complete(self) -> None:
         """Note that a call was backpropagated, and tell of larger steps once."""
         self.passes += 1
-        if self.growth > 1.0 and self.seen > self.told:
-            self.told = self.seen
+        if self.growth > 1.0 and self.seen > self.larger:
+            self.larger = self.seen
             warnings.warn(
                 f"step {self.step} of the cell records {self.seen} operations, where the steps "
                 f"that its memory was measured by record {self.planned}: ranges were made shorter, "
