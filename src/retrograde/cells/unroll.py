@@ -214,7 +214,7 @@ class CellCall:
             later = later_state(core, inputs, states)
             measured = largest_first(core, inputs, later, settled.step)
             idle = idle_steps(core, inputs, later)
-            sizes = footprint(core, measured, later, memory=memory, first=states)
+            sizes = footprint(core, measured, later, memory=memory, first=states, ran=True)
             if not self.compile:  # where a block is one operation
                 sizes = grown(sizes, settled.planned / max(1, core.settled.seen))
             if idle:
