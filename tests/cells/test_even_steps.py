@@ -1,4 +1,4 @@
-"""Cells are measured on eight steps: the budget holds for ranges of any length that follow."""
+"""Cells are measured on four steps: the budget holds for ranges of any length that follow."""
 
 import pytest
 import torch

@@ -9,6 +9,7 @@ from torch import nn
 import retrograde as rg
 from oracles.loops import least
 from oracles.strangers import watched
+from retrograde.sizes import allocations
 from retrograde.sizes.ordinary import FEW_BYTES, FEW_STEPS
 
 DOUBLE = torch.float64
@@ -82,6 +83,38 @@ def test_a_module_is_measured_within_the_budget_beyond_a_few_steps(kind, layers,
         budget, few, whole, seeds.nbytes, sum(w.nbytes for w in kind(16, 64, layers).parameters())
     )
     assert working(lambda: call(budget)) <= most < whole
+
+
+def test_a_loop_within_a_loop_is_measured_by_few_steps(monkeypatch):
+    class Counted:
+        def __getattr__(self, name):
+            return getattr(real, name)
+
+        def gru_cell(self, *a):
+            steps.append(None)
+            return real.gru_cell(*a)
+
+    def hour(x, h):
+        h = fast(x, h)
+        return h, h
+
+    def day(xs, state):
+        h, g = state
+        ys, h = rg.unroll(hour, xs, h, memory="50%")
+        g = slow(ys.mean(0), g)
+        return g, (h, g)
+
+    real, steps, beside = torch.nn.modules.rnn._VF, [], []
+    monkeypatch.setattr(torch.nn.modules.rnn, "_VF", Counted())
+    anew = allocations._beside
+    monkeypatch.setattr(allocations, "_beside", lambda *a: beside.append(a) or anew(*a))
+    fast, slow = nn.GRUCell(8, 32), nn.GRUCell(32, 16)
+    x, state = torch.randn(10, 8, 8, 8), (torch.zeros(8, 32), torch.zeros(8, 16))
+    y, _ = rg.unroll(day, x, state, memory="60%")
+    torch.autograd.grad(y.sum(), [*fast.parameters(), *slow.parameters()])
+    plain = 10 * (8 + 1)
+    assert not beside  # the inner call is not measured anew within a measurement
+    assert len(steps) <= 16 * plain
 
 
 class Fork(nn.Module):

@@ -1,5 +1,7 @@
 """``rg.fit``: what a budget buys for cells, modules and chains, as their own ``fit`` tells it."""
 
+import ctypes
+
 import pytest
 import torch
 from torch import nn
@@ -76,3 +78,38 @@ def test_recurrent_and_stateful_cells_are_asked():
     for cell in (leaky, nn.Sequential(nn.Linear(8, 8), leaky)):
         assert rg.fit(cell, x, memory="50%", stateful=[leaky]).forward_steps >= 100
     assert leaky.v == 0.0
+
+
+class Heap(ctypes.Structure):
+    _fields_ = [(f"field_{k}", ctypes.c_size_t) for k in range(10)]
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="glibc counts its heap")
+@pytest.mark.parametrize("memory", ["100%", 12_000])
+def test_nodes_of_small_cells_are_told(memory):
+    """A biquad filter: a step holds 16 bytes of tensors, and 12 KB of nodes."""
+    count = ctypes.CDLL(None).mallinfo2
+    count.restype = Heap
+
+    def heap():
+        found = count()
+        return found.field_4 + found.field_7  # what blocks take, in arenas and mapped
+
+    def cell(x, s):
+        x1, x2, y1, y2 = s
+        y = c[0] * x + c[1] * x1 + c[2] * x2 - c[3] * y1 - c[4] * y2
+        return y, (x, x1, y, y1)
+
+    def call():
+        outputs, _ = rg.unroll(cell, x, (z,) * 4, memory=memory)
+        outputs.register_hook(lambda g: grown.append(heap()))
+        outputs.sum().backward()
+
+    c = nn.Parameter(torch.tensor([0.2, 0.3, 0.2, -0.5, 0.3]))
+    x, z, grown = torch.randn(1000, 4), torch.zeros(4), []
+    told = rg.fit(cell, x, (z,) * 4, memory=memory).node_bytes
+    call()
+    c.grad = None
+    before = heap()
+    call()  # when it goes back, the last steps that were recorded are still there
+    assert grown[-1] - before < told < 2 * (grown[-1] - before)

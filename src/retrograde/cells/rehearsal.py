@@ -24,7 +24,7 @@ from retrograde.run.layout import Inputs, Straight
 from retrograde.run.settled import Settled
 from retrograde.run.states import each_once, entry
 from retrograde.schedule import Action, Advance, Backward, Load, Record, Store
-from retrograde.sizes.allocations import measure
+from retrograde.sizes.allocations import apart
 
 _STEPS = 4
 
@@ -43,7 +43,7 @@ def rehearse(core: StepCore, inputs: Inputs, state: Tensors) -> bool:
     if core.fused or core.per_call > 1:
         return False
     try:
-        return measure(partial(_compare, core, inputs, state), device=core.ambient.device).value
+        return apart(partial(_compare, core, inputs, state), core.ambient.device)
     except RuntimeError as error:
         raise_again(error, "the cell")
 

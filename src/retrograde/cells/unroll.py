@@ -35,7 +35,7 @@ from retrograde.run.settled import Settled
 from retrograde.run.transforms import is_transformed, is_unreal, refuse_transforms, uncompiled
 from retrograde.schedule import Schedule
 from retrograde.sizes.cache import CellFits, LRUCache, signature
-from retrograde.sizes.footprint import footprint, grown, partly_idle, step_bytes
+from retrograde.sizes.footprint import footprint, grown, node_bytes, partly_idle, step_bytes
 from retrograde.units import Memory, parse_memory
 
 # A cell is measured once for its shapes, and a schedule fitted once for a budget.
@@ -215,13 +215,15 @@ class CellCall:
             later = later_state(core, inputs, states)
             measured = largest_first(core, inputs, later, settled.step)
             idle = idle_steps(core, inputs, later)
-            sizes = footprint(core, measured, later, memory=memory, first=states)
+            sizes = footprint(core, measured, later, memory=memory, first=states, ran=True)
             if settled.larger:
                 sizes = grown(sizes, settled.planned / max(1, core.settled.seen))
             if idle:
                 given = sum(shape.numel() * kind.itemsize for shape, kind, _ in core.output_like)
                 sizes = partly_idle(sizes, idle, len(inputs), given)
-            return fit_measured(core, measured, later, memory, sizes)[0]
+            found = fit_measured(core, measured, later, memory, sizes)[0]
+            operations = max(settled.planned, core.settled.seen)
+            return replace(found, node_bytes=node_bytes(found.schedule, operations))
 
         parts = [core.found]
         return _FITS.fit(parts, shapes, repr(memory), step, find)

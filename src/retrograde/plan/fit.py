@@ -208,6 +208,8 @@ class Fit:
         time: the predicted time of an iteration, in the unit of the footprint's ``step_time``.
         minimum_bytes: the least peak of a schedule of single steps.
         ordinary: whether it is ordinary backpropagation, as one graph.
+        node_bytes: about what autograd's nodes take of the process's memory, beside the peak, for
+            the most steps of a cell that are recorded at one time. No budget counts them.
         seconds: the predicted seconds of an iteration, where they were asked for.
     """
 
@@ -222,13 +224,15 @@ class Fit:
     ordinary_bytes: int
     minimum_bytes: int
     ordinary: bool
+    node_bytes: int = 0
     seconds: float | None = None
 
     def __str__(self) -> str:
+        nodes = f"about {format_bytes(self.node_bytes)} of autograd's own nodes come on top\n"
         return (
             f"{format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)} allowed; "
             f"ordinary backpropagation holds {format_bytes(self.ordinary_bytes)}, and "
-            f"{format_bytes(self.minimum_bytes)} would do\n"
+            f"{format_bytes(self.minimum_bytes)} would do\n{nodes if self.node_bytes else ''}"
             f"{self.forward_steps:,} steps run forward for {self.schedule.length:,}"
         )
 
@@ -254,13 +258,9 @@ def fit(length: int, memory: Memory | None, footprint: Footprint) -> Fit:
 
 
 def refusal(
-    length: int,
-    memory: Memory | None,
-    budget: int,
-    minimum: int,
-    ordinary: int,
+    length: int, memory: Memory | None, budget: int, minimum: int, ordinary: int,
     unit: str = "steps",
-) -> BudgetError:
+) -> BudgetError:  # fmt: skip
     """Return the error for a ``budget`` below ``minimum`` (bytes), which ``memory`` asked for."""
     return BudgetError(
         f"the memory {as_given(memory, budget, ordinary)}, but {length} {unit} "

@@ -37,13 +37,20 @@ LONGEST_MEASURED = 256
 
 def ordinary_curve(
     measured: Callable[[int], tuple[int, ...]], length: int, memory: Memory | None = None, *,
-    bends: bool = False,
+    bends: bool = False, few: bool = False,
 ) -> Highest:  # fmt: skip
     """Measure at doubling lengths, until bytes would exceed the budget ``memory`` or grow evenly. A
-    curve that ``bends`` later is measured further. ``measured`` returns the bytes at the peak of
-    each phase, which has a curve of its own. The budget limits only measurements that exceed both
-    :data:`FEW_STEPS` steps and :data:`FEW_BYTES` bytes."""
-    points = {steps: measured(steps) for steps in sorted({1, min(2, length)})}
+    curve that ``bends`` later is measured further. Where ``few`` steps may tell, four are enough
+    if the last one adds as much to each phase as the one before to the first. ``measured`` returns
+    the bytes at the peak of each phase, which has a curve of its own. The budget limits only
+    measurements that exceed both :data:`FEW_STEPS` steps and :data:`FEW_BYTES` bytes."""
+    begin = (2, 3, 4) if few else (1, 2)
+    points = {steps: measured(steps) for steps in sorted({min(n, length) for n in begin})}
+    if few and 4 in points:
+        (two, *_), three, four = points.values()
+        adds = {three[0] - two, *(b - a for a, b in zip(three, four, strict=True))}
+        if len(adds) == 1 and min(adds) > 0:
+            return Highest.of(points)
     while (last := max(points)) < min(length, LONGEST_MEASURED):
         steps, known = min(2 * last, length), Highest.of(points)
         if memory is not None and steps > FEW_STEPS:
