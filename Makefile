@@ -1,8 +1,10 @@
-# Everything runs in .venv, made on first use from the pinned versions in constraints.txt;
-# that compiles the kernels too (two minutes).
+# Everything runs in .venv, made on first use from the pinned versions in constraints.txt. The demo
+# installs what it needs alone; all else installs the tools too, and compiles every kernel.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+LIBRARY := .venv/.library
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 CHECK_PYTHON = @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "found Python \
 	%s: expected 3.11 or newer; name one: make PYTHON=python3.12" % sys.version.split()[0])'
 # Ignores the settings that this machine has for uv, so it asks the public index. Nothing is installed.
@@ -11,14 +13,18 @@ RESOLVE := env $$(env | sed -n 's/^\(UV_[^=]*\)=.*/-u \1/p') \
 
 .PHONY: demo pictures test test-every test-all test-oldest test-newest lint format numbers docs check-install wheel bench gpu clean
 
-$(STAMP): pyproject.toml papers/pyproject.toml constraints.txt
+$(LIBRARY): pyproject.toml constraints.txt
 	$(CHECK_PYTHON)
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[cli,dev,docs]' -e papers
+	$(INSTALL) -e '.[cli]'
+	@touch $@
+
+$(STAMP): $(LIBRARY) papers/pyproject.toml
+	$(INSTALL) -e '.[cli,dev,docs]' -e papers
 	$(BIN)/python -m retrograde.precompile
 	@touch $@
 
-demo: $(STAMP)  ## train a character model on sequences of 1,000 within 5 % of the memory
+demo: $(LIBRARY)  ## train a character model on sequences of 1,000 within 5 % of the memory
 	$(BIN)/python examples/characters.py --memory 5% --report report
 
 test: $(STAMP)  ## every promise, a few cases of each test; the code of all documentation

@@ -292,7 +292,8 @@ def main(arguments: list[str] | None = None) -> int:
     if pressed:
         print(f"stopped after {len(rows)} of {total}; continue with --resume --report {folder}")
         return 130
-    print(write_report(training, folder), f"report in {folder}", sep="\n\n")
+    why = "learning.png: whole letters are learned, windows are not; memory.png: an iteration"
+    print(write_report(training, folder), f"Open {folder}/report.md ({why}).", sep="\n\n")
     return 0
 
 

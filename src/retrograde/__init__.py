@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         ScheduleError,
         UnitError,
     )
+    from retrograde.machine import quiet
     from retrograde.models.budget import Division, Share, budget
     from retrograde.models.fits import fit
     from retrograde.models.lean import lean
@@ -58,13 +59,14 @@ __all__ = [
     "Free", "GatedCell", "Load", "Measurement", "Profile", "RankError", "Record", "Recurrent",
     "Residual", "RetrogradeError", "ScanError", "Schedule", "ScheduleError", "Sequential", "Share",
     "Store", "TimeSharded", "TradeOff", "UnitError", "bptt", "budget", "cost", "fit", "lean",
-    "measure", "plan", "profile", "simulate", "trade_off", "unroll",
+    "measure", "plan", "profile", "quiet", "simulate", "trade_off", "unroll",
 ]  # fmt: skip
 _HOMES = {
     "cells.any_recurrent": "Recurrent",
     "cells.bptt": "bptt",
     "cells.gated": "GatedCell",
     "cells.unroll": "unroll",
+    "machine": "quiet",
     "models.budget": "Division Share budget",
     "models.fits": "fit",
     "models.lean": "lean",

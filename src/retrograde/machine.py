@@ -4,7 +4,9 @@ Importing this loads no torch: the functions that need it load it.
 """
 
 import contextvars
+import math
 import platform
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -53,6 +55,34 @@ def now(device: "torch.device") -> float:
 
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+class _Teller:
+    """Tells on a terminal what makes a first call long: two seconds after it began, and every five
+    seconds from then on."""
+
+    quiet = False
+
+    def __init__(self) -> None:
+        self._began = self._last = self._told = -math.inf
+
+    def __call__(self, what: str) -> None:
+        last, self._last = self._last, time.monotonic()
+        if self._last - last > _PAUSE:
+            self._began = self._last
+        waits = self._last - self._began < _PATIENCE or self._last - self._told < _BETWEEN
+        if not (waits or self.quiet) and sys.stderr.isatty():
+            self._told = self._last
+            print(f"retrograde: {what}", file=sys.stderr)
+
+
+_PATIENCE, _BETWEEN, _PAUSE = 2, 5, 30  # seconds
+tell = _Teller()
+
+
+def quiet(on: bool = True) -> None:
+    """Tell nothing on the terminal while kernels are compiled or layers measured."""
+    _Teller.quiet = on
 
 
 class _Turn:

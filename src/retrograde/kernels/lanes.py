@@ -22,9 +22,11 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import extending, njit, types
-from numba.core import codegen, config
+from numba.core import codegen, config, event
 from numba.extending import models, overload, register_model
 from numpy.typing import NDArray
+
+from retrograde.machine import tell
 
 # As numba itself decides for which machine it compiles.
 _FEATURES = vars(config)["CPU_FEATURES"]
@@ -39,6 +41,23 @@ MATH = {"contract", "reassoc", "nsz", "arcp"}
 
 #: The decorator of all loops. They are compiled once, cached on disk, and hold no Python lock.
 compiled: Any = njit(cache=True, nogil=True, fastmath=MATH, error_model="numpy")
+
+
+class _Compiled(event.Listener):  # type: ignore[misc]
+    """Tells of each of our loops that is compiled."""
+
+    count = 0
+
+    def on_start(self, event: Any) -> None:
+        if event.data["dispatcher"].py_func.__module__.startswith("retrograde"):
+            tell(f"compiling kernels, once for this machine: {self.count} are done")
+            self.count += 1
+
+    def on_end(self, _: Any) -> None:
+        pass
+
+
+event.register("numba:compile", _Compiled())
 
 #: The decorator of functions of vectors, which become a part of the loops that call them.
 inlined: Any = njit(inline="always", fastmath=MATH, error_model="numpy")

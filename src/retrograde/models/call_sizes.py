@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from retrograde.errors import BudgetError, CellError
-from retrograde.machine import MEASURING, now
+from retrograde.machine import MEASURING, now, tell
 from retrograde.models.given import Given, ResultBytes, tensors_in
 from retrograde.models.phases import RERUN_BYTES, TURNED, Phases, Weights
 from retrograde.models.refill import DROPPED, DROPPED_LEAN, KEPT, LEAN, Unit
@@ -253,6 +253,7 @@ class Plans:
         memory = first or tuple(t if t is None else t.untyped_storage().nbytes() for t in made)
         key = make_of(parts), kind, memory
         if key[0] is None or key not in self.sizes:
+            tell(f"measuring layers, once for inputs of this kind: {unit.name}")
             one = Phases(unit, given, [t for t in made if t is not None], tied, first=first)
             shapes = [[(p.shape, p.requires_grad) for p in m.parameters(False)] for m in parts]
             alike = tuple(map(type, parts)), str(shapes), kind
