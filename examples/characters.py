@@ -292,8 +292,7 @@ def main(arguments: list[str] | None = None) -> int:
     if pressed:
         print(f"stopped after {len(rows)} of {total}; continue with --resume --report {folder}")
         return 130
-    why = "learning.png: whole letters are learned, windows are not; memory.png: an iteration"
-    print(write_report(training, folder), f"Open {folder}/report.md ({why}).", sep="\n\n")
+    print(f"{write_report(training, folder)}\n\nwhat was learned: open {folder}/report.md")
     return 0
 
 

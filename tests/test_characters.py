@@ -49,7 +49,7 @@ def refused(example, folder, *arguments, capsys):
 def test_it_trains_and_writes_a_report(example, tmp_path, capsys):
     saved = run(example, tmp_path / "deep" / "report", *SMALL, "--iterations", 3)
     assert len(saved["rows"]) == 3
-    assert f"report in {tmp_path / 'deep' / 'report'}" in capsys.readouterr().out
+    assert f"open {tmp_path / 'deep' / 'report'}/report.md" in capsys.readouterr().out
     written = {path.name for path in (tmp_path / "deep" / "report").iterdir()}
     pictures = {f"{name}.{end}" for name in ("learning", "memory") for end in ("png", "svg")}
     assert written == pictures | {"checkpoint.pt", "report.md"}
