@@ -165,3 +165,24 @@ def test_the_command_can_be_run_as_a_module():
     command = [sys.executable, "-m", "retrograde.cli", "plan", "--length", "8", "--memory", "3"]
     output = subprocess.check_output(command, text=True, env=environment)
     assert "forward steps" in output
+
+
+def test_fit_tells_what_a_layer_takes():
+    sizes = "--input 8 --hidden 8 --length 60 --batch 2".split()
+    told = run("fit", "gru", *sizes, "--memory", "20%").output
+    assert "allowed; ordinary backpropagation holds" in told
+    assert "steps run forward for 60" in told
+    assert "in torch" in told
+    assert "expected lstm, gru or rnn" in refused(run("fit", "mlp", *sizes, "--memory", "20%"))
+    assert "need at least" in refused(run("fit", "lstm", *sizes, "--memory", "10"))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--memory", "5%"], "--state and --alpha are then needed"),
+        (["--memory", "64KiB", "--alpha", "5", "--state", "1024"], "expected both in bytes"),
+    ],
+)
+def test_a_plan_in_bytes_is_told_in_the_words_of_the_command(options, told):
+    assert told in refused(run("plan", "--length", "100", *options))

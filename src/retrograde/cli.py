@@ -5,6 +5,7 @@ torch. An error is one message and exit code 2, never a traceback.
 """
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from retrograde import __version__
 from retrograde.errors import RetrogradeError
+from retrograde.units import parse_memory
 
 try:
     import typer
@@ -155,11 +157,48 @@ def plan(
             _save(draw_schedule(schedule), picture)
 
 
+@app.command()
+def fit(
+    layer: Annotated[str, typer.Argument(help="lstm, gru or rnn.")],
+    length: Annotated[int, typer.Option(help="Steps of the sequence.")],
+    input: Annotated[int, typer.Option(help="Numbers in the input of a step.")],
+    hidden: Annotated[int, typer.Option(help="Units.")],
+    memory: Annotated[str, typer.Option(help="Bytes (64MiB), or a share of torch's (5%).")],
+    batch: Annotated[int, typer.Option(help="Samples.")] = 1,
+    layers: Annotated[int, typer.Option(help="Layers.")] = 1,
+) -> None:
+    """What a recurrent layer takes within a budget on this machine: memory, steps and seconds."""
+    with _clean_errors():
+        import torch
+
+        import retrograde as rg
+
+        if layer not in ("lstm", "gru", "rnn"):
+            raise RetrogradeError(f"cannot fit {layer!r}: expected lstm, gru or rnn")
+        ours = getattr(rg, layer.upper())(input, hidden, layers, memory=memory)
+        found, x = ours.fit((length, batch, input)), torch.randn(length, batch, input)
+        ways = [ours, getattr(torch.nn, layer.upper())(input, hidden, layers)]
+        taken = [min(_seconds(way, x) for _ in range(3)) for way in ways]
+        typer.echo(found)
+        typer.echo(f"an iteration takes {taken[0]:.3g} s, and {taken[1]:.3g} s in torch")
+
+
+def _seconds(layer: Any, x: Any) -> float:
+    """Return the seconds of a forward and backward pass."""
+    start = time.perf_counter()
+    layer(x)[0].square().mean().backward()
+    return time.perf_counter() - start
+
+
 def _describe(length: int, memory: str | None, kind: dict[str, Any]) -> "Schedule":
     """Print the cost and the memory of a schedule, and return it."""
     from retrograde.plan import plan
 
     in_bytes = kind["state"] is not None
+    if in_bytes and (kind["alpha"] or kind["state"]) < kind["state"]:
+        raise RetrogradeError(
+            f"--alpha {kind['alpha']} is less than --state {kind['state']}: expected both in bytes"
+        )
     slots = memory if memory is None or in_bytes else _whole(memory)
     schedule = plan(length, slots, **kind)
     console = Console(highlight=False)
@@ -192,6 +231,11 @@ def _whole(memory: str) -> int | str:
     try:
         return int(memory)
     except ValueError:
+        if parse_memory(memory):
+            raise RetrogradeError(
+                f"--memory {memory} is bytes: --state and --alpha are then needed, the bytes of a "
+                "hidden and of an internal state; for a layer ask retrograde fit lstm --help"
+            ) from None
         return memory
 
 
