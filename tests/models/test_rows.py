@@ -1921,3 +1921,21 @@ class Noisy(Blocks):
 
 def test_a_first_input_without_a_gradient_counts_once():
     assert least_of(Noisy(), rows_of()) <= least_of(Noisy(), rows_of().requires_grad_())
+
+
+class Widening(Plain):
+    """A block whose own layers are two runs, with an activation between them."""
+
+    def __init__(self, width=16):
+        super().__init__(width)
+        self.norm, self.dropout = nn.LayerNorm(width), nn.Dropout(0.2)
+
+    def forward(self, x):
+        return x + self.dropout(self.down(torch.relu(self.up(self.norm(x)))))
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_few_blocks_are_not_opened_where_the_inputs_of_more_runs_would_be_held(depth):
+    division = rg.budget(Blocks(Widening, depth), "100%", rows_of(256))
+    assert [*division.shares] == [f"blocks.0 … blocks.{depth - 1}"]
+    assert division.elsewhere_bytes == 0

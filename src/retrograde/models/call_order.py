@@ -50,6 +50,7 @@ class ModuleCall:
         made: the numbers of the returned tensors that lie in memory of their own.
         refusal: why it cannot be a layer of a run, or None; "" if a user could not help it.
         inside: the calls within it.
+        takes: the bytes of its first argument.
         held: the bytes of all tensors returned within it.
     """
 
@@ -61,6 +62,7 @@ class ModuleCall:
     made: set[int] = field(default_factory=set)
     refusal: str | None = None
     inside: list["ModuleCall"] = field(default_factory=list)
+    takes: int = 0
     held: int = 0
 
     def slot_of(self, numbers: Collection[int]) -> int | str | None:
@@ -128,12 +130,12 @@ def noted(model: nn.Module) -> Iterator[ModuleCall]:
             call.refusal = begun.refusal() or begun.changes(Given(args, kwargs))
             if call.refusal is None and not any(t is not None for t in made):
                 call.refusal = ""
+        call.takes = sum(t.nbytes for t in tensors_in(args[:1]))
         found = tensors_in(result)
         call.made = {number(t) for t in (found if rides(module) else made) if t is not None}
-        call.held = sum(one.held for one in call.inside)
-        if not call.inside:
-            theirs = {id(t) for t in tensors_in(args)}
-            call.held = sum(t.nbytes for t in found if id(t) not in theirs)
+        theirs = {id(t) for t in tensors_in(args)}
+        own = sum(t.nbytes for t in found if id(t) not in theirs)
+        call.held = sum(one.held for one in call.inside) if call.inside else own
 
     handles = []
     for module in model.modules():
@@ -251,9 +253,9 @@ class CallOrder:
         self.preferred = self.runs()
 
     def _least(self, runs: list[Layers]) -> int:
-        """Return what the model holds if of all layers only the largest holds anything."""
+        """Return what the model holds if later runs hold their input, and one layer holds more."""
         held = [call.held for run in runs for call in run]
-        return self.whole - sum(held) + max(held, default=0)
+        return self.whole - sum(held) + max(held, default=0) + sum(r[0].takes for r in runs[1:])
 
     def refusals(self) -> dict[str, str]:
         """Return the reasons why larger modules of the model cannot be layers of a chain."""

@@ -103,9 +103,8 @@ class _Trial(Generic[T]):
         self.drawn: dict[Source, Any] = {}  # and where each was after the call
         self.written = _Rewritten(found)
         self.before = noted_values(found)
-        self.changing: dict[
-            Slot, Any
-        ] = {}  # what every call changes, and its value before the last
+        # What every call changes, and its value before the last.
+        self.changing: dict[Slot, Any] = {}
         self.matter = False  # whether the call depends on what it changes
         self.left: list[Left] = []
         self.left_bytes = 0
@@ -332,9 +331,8 @@ def _same(t: Tensor, then: Tensor) -> bool:
 
 _FEW = 16
 _LARGE = 65536  # bytes
-_UNWRITTEN: Any = (
-    WeakTensorKeyDictionary()
-)  # large buffers, and in which mode no call wrote to them
+# Large buffers, and in which mode no call wrote to them.
+_UNWRITTEN: Any = WeakTensorKeyDictionary()
 OTHERWISE = (
     "the cell computes something else when it is run again with the same arguments: expected the "
     "same bits; make what it depends on part of the inputs, of the state or of a buffer, or use "

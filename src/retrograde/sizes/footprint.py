@@ -191,7 +191,6 @@ def grown(sizes: Footprint, factor: float) -> Footprint:
     operations more are views of a state."""
     if factor <= _ALIKE:
         return sizes
-
     own = ("advance", "held", "record", "backward")
     more: dict[str, Any] = {name: _times(factor, getattr(sizes, name)).curves[0] for name in own}
     return replace(sizes, **more, ordinary=_times(factor, sizes.ordinary), even=True)
