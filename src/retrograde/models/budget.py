@@ -257,7 +257,9 @@ class _Kept:
                 f"the rest of the model {_REST.format(format_bytes(self.rest))}", stacklevel=3
             )
             return total
-        return total + more
+        little = more if self._is_little(more) else 0  # as of other plans for the same bytes
+        self.elsewhere += little
+        return total + more - little
 
     def _is_little(self, more: int) -> bool:
         return more <= _LITTLE * (self.ordinary + self.elsewhere)
