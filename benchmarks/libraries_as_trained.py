@@ -3,9 +3,10 @@
 Each model has its library's default dropout, its task's head and labels. It makes three steps of
 AdamW with an evaluation between them, in float32 and under autocast to bfloat16, within 50 and 30 %
 of ordinary backpropagation's memory, beside the same model without a budget. Losses, gradients,
-weights, buffers and random states must be equal in every bit. The working bytes of the third step
-are beside the budget and what the division tells to be held elsewhere. Where a share is refused,
-the least that the error names must work.
+weights, buffers and random states must be equal in every bit. Where recurrent modules run by fused
+loops, those of the first step must be near. The working bytes of the third step are beside the
+budget and what the division tells to be held elsewhere. Where a share is refused, the least that
+the error names must work.
 
     pip install transformers timm torchvision torchaudio diffusers x-transformers peft
     python benchmarks/libraries_as_trained.py           # JSON into benchmarks/results/
@@ -50,6 +51,7 @@ LIBRARIES = (
     "peft",
 )
 SHARES, STEPS, SECONDS, SLACK_BYTES = ("50%", "30%"), 3, 900, 64
+NEAR = 1e-5  # of the largest number, where only the order of additions differs
 SEEDS = (0, 0, 1, 2)  # of the budget's sample, and of the steps' batches
 WIDTH, BATCH, LENGTH, VOCABULARY = 64, 4, 64, 200
 
@@ -420,6 +422,21 @@ def differs(mine: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> str:
     return ""
 
 
+def is_near(model: nn.Module, mine: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    """Return whether gradients of one step differ by rounding: fused loops of recurrent modules add
+    in another order. Later steps of AdamW may make more of that."""
+
+    def near(name: str) -> bool:
+        a, b = mine[name], theirs[name]
+        if same(a, b) or not (isinstance(a, Tensor) and a.is_floating_point()):
+            return same(a, b)
+        return a.shape == b.shape and bool((a - b).abs().max() <= NEAR * b.abs().max())
+
+    fused = any(isinstance(part, nn.RNNBase) for part in model.modules())
+    is_whole = fused and mine.keys() == theirs.keys()
+    return is_whole and all(near(name) for name in mine if name != "evaluation")
+
+
 def same(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor):
         return a.shape == b.shape and a.dtype == b.dtype and bool(torch.eq(a, b).all())
@@ -473,9 +490,10 @@ def within(
     allowed = division.total_bytes + division.elsewhere_bytes + outside(case, batch)
     ours = [str(one.message) for one in told if "retrograde" in one.filename]
     over = taken > allowed + SLACK_BYTES
-    outcome = (
-        "wrong" if found else "over" if over and not ours else "told over" if over else "exact"
-    )
+    right = "near" if found else "exact"
+    if found and not is_near(case.model, left[0], expected[0][0]):
+        right, over = "wrong", False
+    outcome = right if not over else "told over" if ours else "over"
     return {
         "outcome": outcome, "said": found or "; ".join(ours), "bytes": taken, "plain": ordinary,
         "allowed": allowed, "total": division.total_bytes, "elsewhere": division.elsewhere_bytes,

@@ -192,11 +192,10 @@ def budget(model: nn.Module, memory: Memory | None, sample: Any = None) -> Divis
             "expected the model to call at least one of them, with a parameter or an input "
             "that requires a gradient"
         )
-    ordinary = sum(one.used(one.ordinary_bytes) for one in needs)
+    kept = _Kept(model, sample, order.fill, needs, elsewhere + useless)
     least = sum(one.used(one.minimum_bytes) for one in needs)
-    total = as_bytes(memory, ordinary)
+    total = as_bytes(memory, ordinary := kept.ordinary)
     with _unless_refused(model):
-        kept = _Kept(model, sample, order.fill, needs, ordinary, elsewhere + useless)
         most = kept.least(least) if total < least else kept.within(total, least)
         if most > total:
             raise BudgetError(_too_little(memory, total, most, ordinary, needs), most)
@@ -218,11 +217,11 @@ class _Kept:
     """
 
     def __init__(
-        self, model: nn.Module, sample: Any, fill: float | None, needs: Sequence[Watched],
-        ordinary: int, elsewhere: int,
-    ) -> None:  # fmt: skip
+        self, model: nn.Module, sample: Any, fill: float | None, needs: Sequence[Watched], held: int
+    ) -> None:
         self.model, self.sample, self.fill, self.needs = model, sample, fill, needs
-        self.ordinary, self.elsewhere, self.rest, self.peak = ordinary, elsewhere, 0, 0
+        self.ordinary = sum(one.used(one.ordinary_bytes) for one in needs)
+        self.elsewhere, self.rest, self.peak = held, 0, 0
         self.shares: dict[str, Share] = {}
         self.are_rows = all(one.called_rows for one in needs)
 
@@ -232,8 +231,7 @@ class _Kept:
         for one, part in zip(self.needs, _divide(self.needs, total), strict=True):
             for each, size in one.give(part):
                 calls = sum(each.calls.values())
-                share = Share(calls, size, each.minimum_bytes, each.ordinary_bytes)
-                self.shares[each.name] = share
+                self.shares[each.name] = Share(calls, size, each.minimum_bytes, each.ordinary_bytes)
         install(self.model, [row for one in self.needs for row in one.called_rows])
         self.peak = bytes_of_a_pass(self.model, self.sample, self.fill)
         return self.peak - self.elsewhere
@@ -273,7 +271,9 @@ class _Kept:
                 f"the rest of the model {_REST.format(format_bytes(self.rest))}", stacklevel=3
             )
             return total
-        return total + more
+        little = more if self._is_little(more) else 0  # as of other plans for the same bytes
+        self.elsewhere += little
+        return total + more - little
 
     def _is_little(self, more: int) -> bool:
         return more <= _LITTLE * (self.ordinary + self.elsewhere)

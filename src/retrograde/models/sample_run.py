@@ -391,8 +391,7 @@ def what_is_elsewhere(
 
 
 def bytes_of_a_pass(model: nn.Module, sample: Any, fill: float | None) -> int:
-    """Run a model forward and backward on a sample. Return its working bytes, or 0 if it raises.
-    What it draws to decide which layers it runs is ``fill``, if that is given."""
+    """Return the working bytes of a pass, which draws ``fill`` if it is given; 0 if it raises."""
     own = [p for p in model.parameters() if p.requires_grad]
     wanted = [*own, *(t for t in tensors_in(sample) if t.requires_grad)]
 
