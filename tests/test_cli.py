@@ -168,7 +168,7 @@ def test_the_command_can_be_run_as_a_module():
 
 
 def test_fit_tells_what_a_layer_takes():
-    sizes = "--input 8 --hidden 8 --length 60 --batch 2".split()
+    sizes = ["--input", "8", "--hidden", "8", "--length", "60", "--batch", "2"]
     told = run("fit", "gru", *sizes, "--memory", "20%").output
     assert "allowed; ordinary backpropagation holds" in told
     assert "steps run forward for 60" in told
