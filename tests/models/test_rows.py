@@ -1160,20 +1160,23 @@ def test_a_layer_out_of_turn_is_run_as_it_is_and_said_to():
 
 
 @pytest.mark.parametrize("again", [lambda m: m, copy.deepcopy, pickled], ids=["", "deep", "saved"])
-@pytest.mark.parametrize("k", [0, 3, None])
-def test_an_exchanged_layer_is_told(k, again, recwarn):
+@pytest.mark.parametrize("k", [0, 3, 6, None])
+def test_an_exchanged_or_added_layer_is_told(k, again, recwarn):
     """What runs in its place is beyond the budget, which nobody would notice otherwise."""
     model, x = Loop(), inputs()
     rg.budget(model, "40%", x)
     model = again(model)
     trained(model, x)
     assert not recwarn
+    plain = Loop()
     if k is None:
         model.blocks = copy.deepcopy(model.blocks)
+    elif k == len(model.blocks):
+        for one in (model, plain):
+            one.blocks.append(copy.deepcopy(one.blocks[0]))
     else:
         model.blocks[k] = copy.deepcopy(model.blocks[k])
-    plain = Loop()
-    with pytest.warns(UserWarning, match=rf"layer blocks.{k or 0} is another one than when"):
+    with pytest.warns(UserWarning, match=rf"layer blocks.{k or 0} was not there when"):
         same(trained(model, x), trained(plain, x))
     rg.budget(model, "40%", x)
     recwarn.clear()

@@ -104,33 +104,40 @@ class Installed(RowForward):
     """The rows of a model, and its ``forward``, which tells if one of their layers was exchanged.
     It is an attribute of the model, so a copy of that has its own rows."""
 
-    def __init__(self, model: nn.Module, rows: "list[CalledRow]", layers: Named) -> None:
+    def __init__(
+        self, model: nn.Module, rows: "list[CalledRow]", layers: Named,
+        children: dict[str, dict[str, nn.Module | None]],
+    ) -> None:  # fmt: skip
         super().__init__(model)
         self.rows, self.layers, own = rows, layers, Attributes.of(model)
+        self.ours, self.children = {id(layer) for _, layer in layers}, children
         own[_ROWS] = self
         own.setdefault("forward", self)
         for row in rows:
             row.install()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        for name, layer in () if torch.compiler.is_compiling() else self.layers:
-            now: nn.Module | None = self.module
-            for key in name.split("."):
-                now = None if now is None else now._modules.get(key)
-            if now is not layer and now is not None and torch.is_grad_enabled():
-                warnings.warn(_EXCHANGED.format(name), stacklevel=4)
+        for name, then in {} if torch.compiler.is_compiling() else self.children.items():
+            above: nn.Module | None = self.module
+            for key in filter(None, name.split(".")):
+                above = None if above is None else above._modules.get(key)
+            for key, now in () if above is None else above._modules.items():
+                new = then.get(key) is not now and (key not in then or id(then[key]) in self.ours)
+                if new and now is not None and torch.is_grad_enabled():
+                    warnings.warn(_NEW.format(f"{name}.{key}".lstrip(".")), stacklevel=4)
         return own_forward(self.module)(*args, **kwargs)
 
     def __getstate__(self) -> Any:
-        return self.module, [row for row in self.rows if row.is_installed()], self.layers
+        rows = [row for row in self.rows if row.is_installed()]
+        return self.module, rows, self.layers, self.children
 
     def __setstate__(self, state: Any) -> None:
         self.__init__(*state)  # type: ignore[misc]
 
 
-_EXCHANGED = (
-    "layer {} is another one than when the model got its budget: it is run by ordinary "
-    "backpropagation, beyond the budget; call budget() again"
+_NEW = (
+    "layer {} was not there when the model got its budget: it is run by ordinary backpropagation, "
+    "beyond the budget; call budget() again"
 )
 
 
@@ -410,9 +417,12 @@ def install(model: nn.Module, rows: "Sequence[CalledRow]") -> None:
         if isinstance(own.get("forward"), RowForward):
             del own["forward"]
     if rows:
-        layers = {id(layer) for row in rows for _, layer in row.calls}
+        ours = {id(layer) for row in rows for _, layer in row.calls}
         every = model.named_modules(remove_duplicate=False)
-        Installed(model, [*rows], [(name, m) for name, m in every if id(m) in layers])
+        layers = [(name, m) for name, m in every if id(m) in ours]
+        above = {name.rpartition(".")[0] for name, _ in layers}
+        children = {name: {**model.get_submodule(name)._modules} for name in above}
+        Installed(model, [*rows], layers, children)
 
 
 def rides(module: nn.Module) -> bool:
