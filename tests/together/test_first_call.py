@@ -1,5 +1,7 @@
 """What a first call measures by is held to the budget too, up to what docs/budgets.md names."""
 
+import subprocess
+import sys
 from itertools import pairwise
 
 import pytest
@@ -177,3 +179,16 @@ def test_a_chain_is_measured_within_the_budget_beyond_a_layer(name, share):
 
     found = working(call)
     assert found <= max(budget, fit.minimum_bytes + beside) + SMALL
+
+
+@pytest.mark.quick(1)
+def test_a_chain_does_not_load_torchs_compiler():
+    """Loading it takes a second."""
+    code = (
+        "import sys, torch, retrograde as rg; from torch import nn\n"
+        "layers = [nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(10)]\n"
+        "net = rg.Sequential(*layers, memory='70%')\n"
+        "net(torch.randn(512, 64)).sum().backward()\n"
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -82,6 +82,10 @@ class ResultBytes(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.nbytes, self.varies = 0, False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch loads its compiler at the first operation, for a second
+
     def __enter__(self) -> Any:
         self.nbytes = 0
         return super().__enter__()  # type: ignore[no-untyped-call]
