@@ -159,6 +159,38 @@ def block(section: str) -> str:
     return rendered(section, [json.loads(path.read_text()) for path in paths], counted)
 
 
+def wang() -> str:
+    """The scan's claims, on each card that compared it with cuDNN's backward pass."""
+    told = []
+    for path in sorted(RESULTS.glob("gpu_*.json")):
+        document = json.loads(path.read_text())
+        found = document["sections"].get("backward", []) if path.stem != COUNTED else []
+        rows = []
+        for row in found:
+            ways = row["ways"]
+            if "24→20, B=16," not in row["name"] or row["name"].startswith("LSTM"):
+                continue
+            theirs, ours = ways["torch"], ways["scan"]
+            forward, back = (f"{part}_seconds" for part in ("forward", "backward"))
+            both = [one[forward] + one[back] for one in (theirs, ours)]
+            rows.append([
+                row["name"], time(1e3 * theirs[back]), f"**{theirs[back] / ours[back]:.2f}×**",
+                f"{theirs[back] / ways['100%'][back]:.2f}×", f"{both[0] / both[1]:.2f}×",
+                f"{ours[forward] / theirs[forward]:.2f}",
+            ])  # fmt: skip
+        head = ["network", "cuDNN's backward pass", "the scan's, times as fast",
+                "a sweep's, times as fast", "both passes with the scan, times as fast",
+                "forward pass with the scan ÷ cuDNN's"]  # fmt: skip
+        machine = document.get("machine", {})
+        if rows:
+            told.append(
+                f"{table(head, rows)}\nMeasured on {machine['device']}, torch "
+                f"{machine['torch']} ([all rows](gpu.md#the-backward-pass-from-the-states-beside-"
+                "cudnn)).\n"
+            )
+    return "\n".join(told)
+
+
 def tests() -> str:
     """What the tests on each card said."""
     lines = []
@@ -187,19 +219,24 @@ def front() -> str:
         small = [row["10%"] for row in ratios if "5%" not in row and "10%" in row]
         models = [row["seconds"]["20%"] / row["seconds"]["ordinary"]
                   for row in sections["models"] if "20%" in row.get("seconds", {})]  # fmt: skip
+        refused = len(sections["models"]) - len(models)
+        lags = [row["ways"]["scan"]["backward_seconds"] / row["ways"]["torch"]["backward_seconds"]
+                for row in sections["backward"] if "B=16, T=1,000" in row["name"]]  # fmt: skip
         longest = [row["ways"] for row in sections["backward"] if row["name"].endswith("300,000")]
         times = [ways["100%"]["backward_seconds"] / ways["scan"]["backward_seconds"]
                  for ways in longest]  # fmt: skip
         lines.append(
             "**On a GPU it is slower than what it replaces.** On an "
             f"{document['machine']['device']}, models in 20 % of the memory take "
-            f"{min(models):.2f} to {max(models):.2f}× the time. "
+            f"{min(models):.2f} to {max(models):.2f}× the time, and {refused} of "
+            f"{len(sections['models'])} are refused. "
             f"Recurrent layers that fill the card take {min(layers):.1f} to {max(layers):.1f}× "
             "cuDNN's time in 5 %. Small layers are refused there, the first example among them, "
             f"and take {min(small):.0f} to {max(small):.0f}× in 10 %. Every call stayed within its "
             f"budget, and used {min(held):.0%} to {max(held):.0%} of it. For sequences of 300,000 "
             f'steps, `backward="scan"` is {min(times):.0f} to {max(times):.0f} times as fast as '
-            "going back step by step ([all of it](docs/gpu.md)).\n"
+            f"going back step by step; for 1,000 steps it takes {min(lags):.1f} to "
+            f"{max(lags):.1f}× the time of cuDNN's backward pass ([all of it](docs/gpu.md)).\n"
         )
     return "".join(lines) or "On GPUs nothing is measured yet ([state](docs/gpu.md)).\n"
 
@@ -207,5 +244,6 @@ def front() -> str:
 GPU_BLOCKS: dict[str, Callable[[], str]] = {
     "gpu_front": front,
     "gpu_tests": tests,
+    "gpu_wang": wang,
     **{f"gpu_{section}": partial(block, section) for section in TABLES},
 }

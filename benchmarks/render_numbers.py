@@ -444,17 +444,20 @@ def sparse_jacobians() -> str:
     ]  # fmt: skip
     head = ["VGG-11's first", "zeros", "analytic", "autograd, a column at a time", "ratio"]
     told = []
-    for samples in sorted({p["samples"] for p in found["products"]}, reverse=True):
-        products = [p for p in found["products"] if p["samples"] == samples]
+    for pruned, samples in sorted({(p["pruned"], p["samples"]) for p in found["products"]})[::-1]:
+        products = [
+            p for p in found["products"] if (p["pruned"], p["samples"]) == (pruned, samples)
+        ]
         ours, theirs = (sum(p[k] for p in products) for k in ("plan_seconds", "scipy_seconds"))
         ratios = [p["ratio"] for p in products]
         told.append(
-            f"with {samples} sample{'s' if samples > 1 else ''} {theirs / ours:.1f} times as fast "
+            f"{f'{pruned:.0%} pruned' if pruned else 'not pruned'}, {samples} "
+            f"sample{'s' if samples > 1 else ''}: {theirs / ours:.1f} times as fast "
             f"({min(ratios):.1f} to {max(ratios):.1f} each)"
         )
     return (
-        f"{table(head, rows)}\nProducts by their plans, pruned, are faster than `scipy.sparse`'s: "
-        f"{'; '.join(told)}. {source('sparse_jacobians_cpu')}\n"
+        f"{table(head, rows)}\nProducts by their plans are faster than `scipy.sparse`'s. "
+        f"{'; '.join(told).capitalize()}. {source('sparse_jacobians_cpu')}\n"
     )
 
 

@@ -30,6 +30,19 @@ def test_every_block_is_shown_somewhere_and_every_result_has_its_script():
         assert (ROOT / "benchmarks" / f"{script}.py").is_file(), path.name
 
 
+def test_the_verdicts_on_wangs_speed_are_those_of_the_card():
+    """docs/papers.md says where the scan is slower than cuDNN, and where faster."""
+    rows = numbers.results("gpu_nvidia_h100_80gb_hbm3")["sections"]["backward"]
+    ways = {row["name"]: row["ways"] for row in rows}
+    for cell in ("RNN", "GRU"):
+        for length, faster in (("1,000", False), ("10,000", True)):
+            found = ways[f"{cell} 24→20, B=16, T={length}"]
+            scan, torch = (found[way]["backward_seconds"] for way in ("scan", "torch"))
+            assert (scan < torch) == faster
+        short = ways[f"{cell} 24→20, B=16, T=1,000"]
+        assert short["scan"]["forward_seconds"] > 2 * short["torch"]["forward_seconds"]
+
+
 def test_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 100
 

@@ -1,7 +1,7 @@
 """The figures of Gruslys et al., *Memory-Efficient Backpropagation Through Time* (2016).
 
-Those that are curves of a cost are here; schedules (figures 3 and 8) are in ``gruslys_schedules``,
-the measured seconds of figure 2(b) in ``gruslys_seconds``, the bounds in ``gruslys_bounds``. The
+Those that are curves of a cost are here; schedules (figures 3 and 8) are in ``composed``, the
+measured seconds of figure 2(b) in ``timed``, the bounds in ``bounds``. The
 paper's text gives no axis ranges; these show what its captions speak of.
 
 Every cost comes from :func:`retrograde.cost`, in whole forward steps, the first sweep included; the

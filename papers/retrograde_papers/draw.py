@@ -1,4 +1,4 @@
-"""The command ``figures``: every figure of both papers, with its numbers."""
+"""The command ``figures``: the plots and schedules of both papers, with their numbers."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -31,8 +31,8 @@ def draw(
         ),
     ] = False,
 ) -> None:
-    """Every figure of Gruslys et al. (2016) and its bounds, those of Wang (2020), what deep
-    networks take within a budget, and what many ranks would: SVG and PNG, and the numbers as CSV.
+    """The plots and schedules of Gruslys et al. (2016) and its bounds, those of Wang (2020), what
+    deep networks take within a budget, and what many ranks would: SVG, PNG, and numbers as CSV.
 
     Needs no torch, save for --measure.
     """

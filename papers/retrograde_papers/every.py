@@ -1,4 +1,4 @@
-"""Every figure of both papers, by name."""
+"""Every figure that is drawn of both papers, by name."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType

@@ -15,18 +15,23 @@ from retrograde.plan.steps.tables import Tables, lower_bound
 from retrograde.schedule import Schedule
 
 EQUAL = [(1, 1, 1), (1, 2, 2), (1, 3, 3), (2, 2, 2), (2, 3, 3), (3, 2, 2), (2, 4, 3), (3, 3, 1)]
+HOLDING = [(1, 2, 1), (1, 3, 2), (2, 3, 1), (2, 4, 2)]
 WIDER = [(1, 2, 1), (1, 5, 4), (2, 5, 3), (5, 9, 4), (16, 105, 89)]
 
 
-@pytest.mark.parametrize(("state", "alpha", "beta"), EQUAL)
+@pytest.mark.parametrize(("state", "alpha", "beta"), [*EQUAL, *HOLDING])
 def test_no_legal_schedule_is_cheaper(state, alpha, beta):
     units = units_of(alpha, beta, state)
     tables = Tables.fill(6, 10, units, reuse=True)
+    dearer = 0
     for length in range(1, 7):
         for memory in range(state, 11):
             least = cheapest(length, memory, alpha=alpha, beta=beta, state=state, initial=state)
             assert tables.cost(length, memory) == least
             assert lower_bound(length, memory, units) <= least
+            sizes = {"state": state, "alpha": alpha, "beta": beta}
+            dearer += plan(length, memory, "msm", **sizes).cost > least
+    assert (dearer == 0) == (alpha >= beta + state)
 
 
 @pytest.mark.parametrize(("state", "alpha", "beta"), [*EQUAL, *WIDER])

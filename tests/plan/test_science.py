@@ -3,6 +3,7 @@
 import importlib
 from fractions import Fraction
 from functools import cache
+from itertools import chain, combinations
 from math import ceil, comb
 from pathlib import Path
 
@@ -86,6 +87,61 @@ def test_corners_are_binomials():
             assert hull(form, steps + 1) > hull(form, steps) + n
 
 
+def edges(levels, beta, wide, n):
+    """T(n), its cost, and the edges of H from there down, as (slope, steps), by the page."""
+    steps = comb(n + levels, levels + 1) + sum(
+        comb(levels - at + n - 1, n - 1) for at in range(beta, levels + 1, beta)
+    )
+    price = n * steps - comb(n + levels, levels + 2)
+    if wide and beta == 1:
+        steps = comb(n + levels + 1, n) - 1
+        return steps, n * (steps + 1) - comb(n + levels + 1, n - 1), []
+    found = []
+    for q in range(1, levels // beta + 1):
+        w = q * (beta - 1) - 1 if wide else q * beta
+        if w:
+            found.append((n + Fraction(1, w), w * comb(levels - q * beta + n - 2, n - 2)))
+    if wide and beta == 2 and levels >= 2:
+        price -= comb(levels + n - 4, n - 2)
+        if n >= 3:
+            found.append((n + Fraction(1, 2), 2 * comb(levels + n - 5, n - 3)))
+    return steps, price, sorted(found, reverse=True)
+
+
+@pytest.mark.parametrize(("beta", "wide"), [*KINDS, (4, True)])
+def test_the_corners_of_the_page_are_the_recurrences(beta, wide):
+    length = 150
+    _, _, msm = plain_tables(length, 9, beta + (not wide), beta, 1)
+    for levels in range(9):
+        end = 1 + levels // beta
+        assert msm[1 : end + 1, levels + 1].tolist() == list(range(1, end + 1))
+        for n in range(2, length):
+            steps, price, found = edges(levels, beta, wide, n)
+            if steps > length:
+                break
+            assert msm[steps, levels + 1] == price
+            at = steps
+            for slope, wide_by in found:
+                for k in range(wide_by + 1):
+                    assert msm[at - k, levels + 1] == ceil(price - k * slope)
+                at, price = at - wide_by, price - wide_by * slope
+            assert all(msm[k, levels + 1] == price - n * (at - k) for k in range(end, at + 1))
+            end = steps
+
+
+def test_what_memory_buys():
+    for beta in (1, 2, 3, 5):
+        for levels in range(beta, 40):
+            form = Mixed(levels, beta)
+            for n in range(2, 7):
+                steps, beyond = form.reach(n), comb(n + levels, n - 2)
+                stored = comb(n + levels, n - 1)
+                assert comb(n + levels - beta, n) <= beta * (steps - stored)
+                assert beta * (steps - stored) <= comb(n + levels - 1, n)
+                assert form.cost(steps) <= n * steps
+                assert form.cost(steps + beyond + 1) > n * (steps + beyond + 1)
+
+
 @pytest.mark.parametrize("beta", [1, 2, 3, 7])
 def test_up_to_two_runs_of_a_step(beta):
     for levels in range(16):
@@ -97,6 +153,10 @@ def test_up_to_two_runs_of_a_step(beta):
         for t in range(most + 2, longest(0) + 1):
             k = max(k for k in range(most + 1) if t <= longest(k))
             assert form.cost(t) == 2 * t - 1 - k
+
+
+def test_two_runs_are_counted_otherwise_where_alpha_is_beta():
+    assert (Mixed(2, 1).cost(5), Mixed(2, 1, wide=True).cost(5)) == (8, 7)
 
 
 def test_hsm_and_ism_follow():
@@ -194,3 +254,70 @@ def test_theorem_c_where_msm_is_not_the_least():
     assert cost(2, 1, "best", alpha=1) == 2
     fewer = Tables.fill(7, 4, units_of(3, 3), reuse=True).cost(7, 4)
     assert (cost(7, 4, "msm", alpha=3, beta=3), fewer) == (14, 13)
+
+
+def subsets(values, most):
+    return chain.from_iterable(combinations(values, n) for n in range(most + 1))
+
+
+def test_theorem_d_no_step_runs_more_than_twice():
+    """Against all choices of the tapes that every product leaves."""
+
+    @cache
+    def least(e, tapes, r):
+        """Evaluations and products, each the fewest, before steps e … 1 are backpropagated."""
+        while e and e in tapes:
+            e, tapes = e - 1, tapes - {e}
+        if e == 0:
+            return 0, 0
+        after = [
+            (len((made | {e}) - tapes), least(e, made | {e}, r))
+            for made in map(frozenset, subsets(range(1, e), r - 1))
+        ]
+        return min(new + more for new, (more, _) in after), 1 + min(n for _, (_, n) in after)
+
+    for length in range(1, 7):
+        for r in range(1, 5):
+            kept = min(length, r)
+            found = [least(length, frozenset(t), r) for t in subsets(range(1, length + 1), r)]
+            assert length + min(evaluations for evaluations, _ in found) == 2 * length - kept
+            assert min(products for _, products in found) == -(-(length - kept) // r)
+
+
+@pytest.mark.parametrize("tape", [2, 3])
+def test_proposition_6_against_every_schedule_of_two_runs(tape):
+    @cache
+    def goes(e, tapes, marks, room):
+        """Whether steps e … 1 can be backpropagated, if steps without a tape run once more."""
+        if e == 0:
+            return True
+        known = {0} | tapes | marks
+        if e in tapes and e - 1 in known:
+            return goes(e - 1, tapes - {e}, marks - {e}, room)
+        free = [mark for mark in marks if mark in tapes or mark + 1 not in tapes]
+        if any(goes(e, tapes, marks - {mark}, room) for mark in free):
+            return True
+        if tape * (len(tapes) + 1) + len(marks) > room:
+            return False
+        return any(
+            t not in tapes and t - 1 in known and goes(e, tapes | {t}, marks, room)
+            for t in range(1, e + 1)
+        )
+
+    for length in range(1, 6):
+        steps = range(1, length + 1)
+        for room in range(1, 8):
+            kept = [
+                len(tapes)
+                for tapes in map(frozenset, subsets(steps, room // tape))
+                for marks in map(frozenset, subsets(steps, room - tape * len(tapes)))
+                if {t - 1 for t in tapes} <= {0} | tapes | marks  # a tape refers to the c before it
+                if goes(length, tapes, marks, room)
+            ]
+            reach, told = 0, None
+            for n in range(room + 1):
+                reach += (room - n) // tape
+                if reach >= length:
+                    told = min(length, (room - n) // tape)
+                    break
+            assert max(kept, default=None) == told

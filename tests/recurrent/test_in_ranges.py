@@ -72,6 +72,27 @@ def test_what_runs_again_follows_the_outputs(monkeypatch):
     assert sum(steps) == 200  # no step was run by itself again
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "near", "far"),
+    [
+        ("RNN", {}, True, True),
+        ("GRU", {}, True, True),
+        ("LSTM", {}, False, True),
+        ("GRU", {"num_layers": 2}, False, True),
+        ("RNN", {"backward": "scan"}, False, False),
+    ],
+)
+@pytest.mark.quick(5)
+def test_how_often_held_layers_run_a_step(kind, options, near, far):
+    """Whether twice is enough at the least budget, and at six times as much."""
+    net, x = getattr(rg, kind)(8, 8, memory=1, **options), torch.randn(300, 4, 8)
+    with pytest.raises(rg.BudgetError) as caught:
+        net.fit(x)
+    for share, twice in ((1, near), (6, far)):
+        net.memory = share * caught.value.minimum_bytes
+        assert (net.fit(x).forward_steps <= 2 * 300 * net.num_layers) == twice
+
+
 def plan_of(module, x):
     """The plan of held layers that a module's first call finds."""
     module(x)

@@ -67,6 +67,17 @@ def test_a_current_state_may_be_freed_before_it_runs_on():
     assert seen.kept.tolist() == [10_000, 10_000, 10_001, 10_000, 10_000, 0, 121 - 10, 0]
 
 
+def test_a_legal_schedule_may_be_wasteful():
+    units, back = Units(), (Load(0), Record(0, 1), Backward(0, 1), Free(0))
+    assert replay(Store(0), Advance(0, 1), *back, length=1, units=units).cost == 2  # 1 would do
+    kept = Store(1), Record(1, 2), Backward(1, 2), Free(1)
+    peaks = [
+        replay(Store(0), Advance(0, 1), *last, *back, length=2, units=units).peak
+        for last in (kept, kept[1:3])
+    ]
+    assert peaks == [2, 1]
+
+
 def test_what_was_seen_cannot_be_changed():
     seen = replay(Store(0), Record(0, 4), Backward(0, 4), Free(0))
     with pytest.raises(ValueError, match="read-only"):

@@ -13,8 +13,8 @@ At the start, state 0 is current and nothing is kept. The rules, action by actio
    ends at it. No recorded step may still rest on the state.
 6. At the end every step is backpropagated and nothing is kept.
 
-So a legal schedule keeps nothing longer than needed and does nothing twice. Leaving out, doubling
-or exchanging any of its actions makes it illegal.
+A legal schedule may still be wasteful: it may run steps that a ``Load`` throws away, or keep a
+state that it could do without.
 
 *Accounting*, as in G16, sections 3.1 to 3.4. A stored state counts ``units.state`` (state 0:
 ``units.initial``). A recorded step counts β where its input state is kept too, else α; within a

@@ -1,7 +1,7 @@
 """Which way answers for hidden and internal states of given sizes: a closed form, or two tables.
 
 ===================  ==========================================  ===============================
-sizes                ``"msm"``, the paper's recurrence           ``"best"``, of any legal schedule
+sizes                ``"msm"``, the paper's recurrence           ``"best"``, the A of theorem C
 ===================  ==========================================  ===============================
 s | β, α ≥ β + s     closed form (theorem A)                     the same
 s | β, α = β         closed form (theorem A)                     two tables (theorem C)
@@ -127,7 +127,7 @@ def _rounded(length: int, memory: int, units: Units) -> Schedule:
 
 
 def _bound(length: int, memory: int, units: Units) -> int:
-    """Return a lower bound of every legal schedule's cost, from sizes rounded down."""
+    """Return a lower bound of A(t, m), the cost of ``"best"``, from sizes rounded down."""
     unit = max(_divisor(units), -(-memory // _MOST_LEVELS))
     if unit > min(units.state, units.beta):
         return length
