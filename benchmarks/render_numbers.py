@@ -95,6 +95,28 @@ def first_page() -> str:
     )
 
 
+def start_page() -> str:
+    """Two rows of :func:`front_page`, and the mean of the grid."""
+    lines = []
+    for begin in ("LSTM 64", "12 transformer"):
+        (row,) = [r for r in results("front_page_cpu")["rows"] if r["network"].startswith(begin)]
+        torch, ours = row["torch"], row["ours"]
+        lines.append(
+            f"- **{size(ours['total_bytes'])} instead of {size(torch['total_bytes'])}**, in "
+            f"{ours['ms'] / torch['ms']:.2f}× torch's time: {row['network']}, with a budget of "
+            f"{row['budget']}.\n"
+        )
+    grid = results("recurrent_grid_cpu")
+    run = sum("5%" in row["ratios"] for row in grid["rows"])
+    lines.append(
+        f"- **{grid['summary']['5%']['mean']:.2f}× torch's time** on geometric average with a "
+        f"budget of 5%: {run} of {len(grid['rows'])} recurrent layers on a CPU; "
+        f"{len(grid['rows']) - run} need a larger budget.\n"
+    )
+    told = "Memory is the peak of a whole training iteration, weights excepted. "
+    return f"{''.join(lines)}\n{told}{source('front_page_cpu')}\n"
+
+
 def recurrent_grid() -> str:
     found = results("recurrent_grid_cpu")
     shares = ("100%", "50%", "20%", "10%", "5%", "1%")
@@ -667,8 +689,8 @@ def _of_library(library: str) -> str:
 BLOCKS: dict[str, Callable[[], str]] = GPU_BLOCKS | {
     block.__name__: block
     for block in (
-        first_page, front_page, recurrent_grid, recurrent_drawn, recurrent_corners, small_cells,
-        gated_cells, other_people, library_models, scan_backward,
+        first_page, start_page, front_page, recurrent_grid, recurrent_drawn, recurrent_corners,
+        small_cells, gated_cells, other_people, library_models, scan_backward,
         planner, chain_networks, sparse_jacobians, rank_jacobians, ranks_memory,
         million_steps, recipes, chain_least, examples, first_call, resident,
         jax_scan, jax_compiling, five_percent, lean, lean_front, lean_beside,
