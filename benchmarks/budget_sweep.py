@@ -104,7 +104,9 @@ def show(kind: str, found: dict[str, Any]) -> None:
             f"  {PEAKS[name]:<36} at most {peak['worst']:8.3f} of the budget, "
             f"{peak['over']:4d} over; {peak['program']} within {peak['label']}"
         )
-    print(f"  first calls that measure by more than docs/budgets.md allows: {len(found['beyond'])}")
+    print(
+        f"  first calls that measure by more than docs/first_call.md allows: {len(found['beyond'])}"
+    )
     for reading in found["beyond"]:
         print(
             f"    {reading['program']} within {reading['label']}: {reading['first_bytes']} bytes, "

@@ -56,9 +56,10 @@ def five_percent() -> str:
     return (
         f"In 5 % of the working memory {len(rows)} of {len(found['rows'])} recurrent layers run, "
         f"{sum(row['5%'] < 1 for row in rows)} of them faster than in torch. On geometric average "
-        f"they take {found['summary']['5%']['mean']:.2f}× torch's time. On the {len(fastest)} "
-        f"where `torch.utils.checkpoint` was measured, its fastest segments take {theirs:.2f}×, "
-        f"and ours {ours:.2f}×. Packed batches take {least}×; torch's own, padded, {padded}×. "
+        f"they take {found['summary']['5%']['mean']:.2f}× torch's time. On {len(fastest)} layers "
+        f"we also timed `torch.utils.checkpoint`: its fastest segments take {theirs:.2f}×, "
+        f"retrograde {ours:.2f}×. On packed batches retrograde takes {least}× torch's time. "
+        f"torch's module on the same batches, padded, takes {padded}×. "
         f"{source('recurrent_grid_cpu')}\n"
     )
 
@@ -93,6 +94,28 @@ def first_page() -> str:
     return (
         f"{table(head, rows)}\n{told}[listed too](docs/measured.md). {source('front_page_cpu')}\n"
     )
+
+
+def start_page() -> str:
+    """Two rows of :func:`front_page`, and the mean of the grid."""
+    lines = []
+    for begin in ("LSTM 64", "12 transformer"):
+        (row,) = [r for r in results("front_page_cpu")["rows"] if r["network"].startswith(begin)]
+        torch, ours = row["torch"], row["ours"]
+        lines.append(
+            f"- **{size(ours['total_bytes'])} instead of {size(torch['total_bytes'])}**, in "
+            f"{ours['ms'] / torch['ms']:.2f}× torch's time: {row['network']}, with a budget of "
+            f"{row['budget']}.\n"
+        )
+    grid = results("recurrent_grid_cpu")
+    run = sum("5%" in row["ratios"] for row in grid["rows"])
+    lines.append(
+        f"- **{grid['summary']['5%']['mean']:.2f}× torch's time** on geometric average with a "
+        f"budget of 5%: {run} of {len(grid['rows'])} recurrent layers on a CPU; "
+        f"{len(grid['rows']) - run} need a larger budget.\n"
+    )
+    told = "Memory is the peak of a whole training iteration, weights excepted. "
+    return f"{''.join(lines)}\n{told}{source('front_page_cpu')}\n"
 
 
 def recurrent_grid() -> str:
@@ -173,9 +196,9 @@ def recurrent_drawn() -> str:
     slower = sum(row["ratios"].get("5%", 0) > 1 for row in found["rows"])
     over = sum(bool(row["over"]) for row in found["rows"])
     return (
-        table(["memory", "run", "mean", "worst", "whose"], rows)
-        + f"\nWithin 5 % {slower} of {count} take longer than torch. Budgets that were not kept: "
-        f"{over}. {source('recurrent_drawn_cpu')}\n"
+        table(["memory", "layers that run", "mean", "worst", "the worst layer"], rows)
+        + f"\nIn 5 %, {slower} of {count} layers take longer than torch. Budgets that were "
+        f"exceeded: {over}. {source('recurrent_drawn_cpu')}\n"
     )
 
 
@@ -579,9 +602,10 @@ def lean() -> str:
         rows.append([name, "", *(f"{of(row[key] for row in found):.2f}" for key in keys), ""])
     head = ["model", "working memory", "share", "bfloat16", "time", "bits"]
     return table(head, rows) + (
-        "\nTrain and eval, float32 and autocast, all bits compared. The C library gives freed "
-        "memory back and takes it page by page. *Time* keeps the heap, as other allocators do, for "
-        f"both sides; it is the median of three processes. {source('lean_cpu')}\n"
+        "\nAll bits are compared in training and evaluation, in float32 and under autocast. The C "
+        "library returns freed memory to the system, and takes it page by page. For the times, "
+        "both sides ran with an allocator that does not return it. Times are medians of three "
+        f"processes. {source('lean_cpu')}\n"
     )
 
 
@@ -616,7 +640,7 @@ def lean_overhead() -> str:
     return (
         f"The tape takes {found['call_us']} µs for each function of torch that is called, and "
         f"{found['saved tensor_us']} µs for each saved tensor that is kept, counting both. A value "
-        f"of 256 KiB that is let go takes {found['let_go_us']} µs, computing it again included. "
+        f"of 256 KiB that is dropped takes {found['let_go_us']} µs, computing it again included. "
         f"20 layers of 64 units with 32 samples gain nothing and take "
         f"{found['tiny_layers_time']:.2f}× the time.\n"
     )
@@ -659,10 +683,10 @@ def _of_library(library: str) -> str:
     more = f" ({left_out} more were left out)" if left_out else ""
     return (
         f"Architectures of {library}: {len(rows) + refused}{more}, refused: {refused}. Of "
-        f"{len(steady)} steps within a budget, {sum(steady)} had the model's own bits. Peaks "
-        f"passed what the budget and the rest of the model hold in {len(over)} models, at worst by "
-        f"{100 * (worst['peaks'][share] - 1):.0f} % ({worst['model']}). They were at most "
-        f"{100 * (told['told'][at] - 1):.1f} % above what a pass was told to take "
+        f"{len(steady)} steps within a budget, {sum(steady)} had the model's own bits. In "
+        f"{len(over)} models the peak passed the budget plus the rest of the model, at worst by "
+        f"{100 * (worst['peaks'][share] - 1):.0f} % ({worst['model']}). The peak was at most "
+        f"{100 * (told['told'][at] - 1):.1f} % above the one that `rg.budget` reports "
         f"({told['model']}). {source(f'{library}_models_cpu')}\n"
     )
 
@@ -670,8 +694,8 @@ def _of_library(library: str) -> str:
 BLOCKS: dict[str, Callable[[], str]] = GPU_BLOCKS | {
     block.__name__: block
     for block in (
-        first_page, front_page, recurrent_grid, recurrent_drawn, recurrent_corners, small_cells,
-        gated_cells, other_people, library_models, scan_backward,
+        first_page, start_page, front_page, recurrent_grid, recurrent_drawn, recurrent_corners,
+        small_cells, gated_cells, other_people, library_models, scan_backward,
         planner, chain_networks, sparse_jacobians, rank_jacobians, ranks_memory,
         million_steps, recipes, chain_least, examples, first_call, resident,
         jax_scan, jax_compiling, five_percent, lean, lean_front, lean_beside,

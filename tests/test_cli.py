@@ -33,7 +33,7 @@ def test_a_missing_package_is_named_with_its_extra(missing):
     code = f"import sys; sys.modules[{missing!r}] = None; import retrograde.cli"
     process = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True)
     assert process.returncode == 1
-    assert "pip install 'retrograde[cli]'" in process.stderr
+    assert "pip install '.[cli]'" in process.stderr
     assert "Traceback" not in process.stderr
 
 
@@ -43,7 +43,7 @@ def test_a_picture_without_matplotlib_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     message = refused(run("plan", "--length", 4, "--memory", 2, "--picture", "x.svg"))
     assert "this needs matplotlib" in message
-    assert "pip install 'retrograde[cli]'" in message
+    assert "pip install '.[cli]'" in message
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")

@@ -318,7 +318,7 @@ def _at_work() -> Iterator[Console]:
     console = Console(highlight=False)
     with clean_errors():
         require("torch")
-        require("matplotlib", "'retrograde[cli]'")
+        require("matplotlib", "'.[cli]'")
         try:
             yield console
         except KeyboardInterrupt:

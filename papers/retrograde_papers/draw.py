@@ -37,7 +37,7 @@ def draw(
     Needs no torch, save for --measure.
     """
     with clean_errors():
-        require("matplotlib", "'retrograde[cli]'")
+        require("matplotlib", "'.[cli]'")
         if measure:
             require("torch")
         _draw_figures(names, folder, measure)

@@ -75,7 +75,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("missing", "options", "install"),
-    [("matplotlib", [], "'retrograde[cli]'"), ("torch", ["--measure"], "torch")],
+    [("matplotlib", [], "'.[cli]'"), ("torch", ["--measure"], "torch")],
 )
 def test_a_missing_package_is_named_with_what_brings_it(monkeypatch, missing, options, install):
     found = console.find_spec

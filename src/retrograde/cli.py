@@ -21,7 +21,7 @@ try:
     from rich.markup import escape
     from rich.table import Table
 except ModuleNotFoundError as missing:
-    sys.exit(f"the command needs {missing.name}: pip install 'retrograde[cli]'")
+    sys.exit(f"the command needs {missing.name}: pip install '.[cli]'")
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -55,7 +55,7 @@ def _clean_errors() -> Iterator[None]:
     except RetrogradeError as error:
         message = str(error)
     except ModuleNotFoundError as error:
-        message = f"this needs {error.name}: pip install 'retrograde[cli]'"
+        message = f"this needs {error.name}: pip install '.[cli]'"
     Console(stderr=True, highlight=False).print(
         f"[bold red]error[/] {escape(message)}", soft_wrap=True
     )

@@ -171,3 +171,11 @@ def test_the_start_of_the_site_is_linked_from_the_readme():
     text = (ROOT / "README.md").read_text()
     for page in ("index", "planning", "troubleshooting"):
         assert f"(docs/{page}.md" in text
+
+
+def test_the_page_for_wrong_addresses_leads_on():
+    text = (DOCS / "overrides" / "404.html").read_text()
+    assert 'for="__search"' in text
+    for page in re.findall(r"'(\w+)\.html' \| url", text):
+        assert (DOCS / f"{page}.md").exists()
+    assert "'index.html' | url" in text

@@ -1,4 +1,4 @@
-"""What a first call measures by is held to the budget too, up to what docs/budgets.md names."""
+"""What a first call measures by is held to the budget too, up to what docs/first_call.md names."""
 
 import subprocess
 import sys
