@@ -276,6 +276,8 @@ def test_theorem_d_no_step_runs_more_than_twice():
         ]
         return min(new + more for new, (more, _) in after), 1 + min(n for _, (_, n) in after)
 
+    for m in range(1, 9):  # of HSM
+        assert [cost(m + more, m, "hsm") - 2 * (m + more) for more in (1, 2)] == [-1, 0]
     for length in range(1, 7):
         for r in range(1, 5):
             kept = min(length, r)
