@@ -176,7 +176,7 @@ def fit(
         if layer not in ("lstm", "gru", "rnn"):
             raise RetrogradeError(f"cannot fit {layer!r}: expected lstm, gru or rnn")
         ours = getattr(rg, layer.upper())(input, hidden, layers, memory=memory)
-        found, x = ours.fit((length, batch, input)), torch.randn(length, batch, input)
+        found, x = ours.fit((length, batch, input)), torch.randn(length, batch, input, device="cpu")
         ways = [ours, getattr(torch.nn, layer.upper())(input, hidden, layers)]
         taken = [min(_seconds(way, x) for _ in range(3)) for way in ways]
         typer.echo(found)

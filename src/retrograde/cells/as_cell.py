@@ -16,7 +16,7 @@ def as_cell(cell: Any) -> Cell:
         CellError: it runs whole sequences itself, or takes no state.
     """
     kind = type(cell)
-    if isinstance(cell, nn.LSTMCell | nn.RNNCell | nn.GRUCell):
+    if getattr(kind, "forward", None) in _TORCHS:
 
         def step(x: Tensor, state: Any) -> tuple[Tensor, Any]:
             after = cell(x, state)
@@ -36,6 +36,9 @@ def as_cell(cell: Any) -> Cell:
             "rg.budget(model, memory, sample)"
         )
     return cast(Cell, cell)
+
+
+_TORCHS = nn.LSTMCell.forward, nn.RNNCell.forward, nn.GRUCell.forward
 
 
 def _takes_a_state(module: nn.Module) -> bool:

@@ -41,7 +41,7 @@ def shaped(given: Any, module: Any) -> Any:
     if not (isinstance(given, tuple | torch.Size) and all(type(n) is int for n in given)):
         return given
     like = next(module.parameters(), None) if isinstance(module, torch.nn.Module) else None
-    return torch.empty(given) if like is None else like.new_empty(given)
+    return torch.empty(given, device="cpu") if like is None else like.new_empty(given)
 
 
 def renewed(t: Tensor) -> Tensor:
