@@ -43,7 +43,7 @@ ROOMS = {
     "run": (2313, 1950),
     "kernels": (4895, 3000),  # a cell will be data, written once
     "recurrent": (3280, 2900),
-    "cells": (2347, 2200),
+    "cells": (2350, 2200),
     "models": (5394, 3700),  # a lean tape is a fifth of it
     "scan": (3520, 3800),
     "ranks": (1062, 1500),

@@ -148,3 +148,13 @@ def test_the_first_lines_of_the_readme_run():
         exec(line, names)
     assert names["lstm"].memory == "5%"
     names["model"](batch).sum().backward()
+
+
+def test_a_cell_derived_from_torchs_is_a_cell_as_it_is():
+    class Own(nn.GRUCell):
+        def forward(self, x, h):
+            h = super().forward(x, h)
+            return 2 * h, h
+
+    y, last = rg.unroll(Own(SIZE, SIZE), X, torch.zeros(3, SIZE), memory="50%")
+    assert torch.equal(y[-1], 2 * last)
