@@ -40,7 +40,7 @@ RECIPES: list[tuple[str, dict[str, Any], str, str, tuple[str, ...]]] = [
     ("rollout", {}, "`torchdiffeq.odeint`", '`rg.unroll(memory="5%")`', ("torchdiffeq",)),
     ("library_model", {}, "GPT-2 of transformers", '`rg.budget(model, "30%")`',
      ("transformers",)),
-    ("with_trainer", {}, "`transformers.Trainer`", "`rg.lean(model)`", ("transformers",)),
+    ("with_trainer", {}, "`transformers.Trainer`", '`rg.budget(model, "50%")`', ("transformers",)),
 ]  # fmt: skip
 
 
