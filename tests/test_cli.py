@@ -140,7 +140,7 @@ def test_a_plan_is_drawn_and_written(tmp_path, ending):
         (["--length", 0, "--memory", 4], "0"),
         (["--length", 10, "--memory", 0], "0"),
         (["--length", 10, "--memory", "4.5"], "memory is '4.5': expected an integer, 1 or more"),
-        (["--length", 10, "--memory", "1MB"], "memory is '1MB': expected an integer, 1 or more"),
+        (["--length", 10, "--memory", "1MB"], "--memory 1MB is bytes: --state and --alpha are"),
         (["--length", 10, "--memory", "x%", "--state", 9, "--alpha", 9], "cannot read the memory"),
         (["--length", 10], "the policy 'hsm' needs a memory"),
         (["--length", 10, "--memory", 4, "--alpha", 2, "--beta", 3], "beta is 3 and alpha is 2"),

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from retrograde import __version__
-from retrograde.errors import RetrogradeError
+from retrograde.errors import RetrogradeError, UnitError
 from retrograde.units import parse_memory
 
 try:
@@ -231,12 +231,14 @@ def _whole(memory: str) -> int | str:
     try:
         return int(memory)
     except ValueError:
-        if parse_memory(memory):
-            raise RetrogradeError(
-                f"--memory {memory} is bytes: --state and --alpha are then needed, the bytes of a "
-                "hidden and of an internal state; for a layer ask retrograde fit lstm --help"
-            ) from None
-        return memory
+        try:
+            parse_memory(memory)
+        except UnitError:
+            return memory
+        raise RetrogradeError(
+            f"--memory {memory} is bytes: --state and --alpha are then needed, the bytes of a "
+            "hidden and of an internal state; for a layer ask retrograde fit lstm --help"
+        ) from None
 
 
 def _show_curve(length: int, kind: dict[str, Any], picture: Path) -> None:

@@ -394,22 +394,30 @@ def bytes_of_a_pass(model: nn.Module, sample: Any, fill: float | None) -> int:
     """Return the working bytes of a pass, which draws ``fill`` if it is given; 0 if it raises."""
     own = [p for p in model.parameters() if p.requires_grad]
     wanted = [*own, *(t for t in tensors_in(sample) if t.requires_grad)]
+    if not wanted:
+        return 0
 
     def both_ways() -> Any:
         torch.clear_autocast_cache()  # of an earlier pass
         outputs = [t for t in tensors_in(run_model(model, sample)) if t.requires_grad]
         torch.clear_autocast_cache()  # as at the end of a context, in which backward() is not
-        ones = map(expanded, outputs)
-        return outputs, torch.autograd.grad(outputs, wanted, [*ones], allow_unused=True)
+        ones, run = (
+            (*map(expanded, outputs),),
+            torch.autograd.Variable._execution_engine.run_backward,
+        )
+        # Not by grad(), during which no function mode fills what reruns draw.
+        return outputs, run((*outputs,), ones, False, False, (*wanted,), True, False)
 
     try:
         muted, alike = muted_modules([*model.modules()]), as_accumulated(own)
         with untouched(model), filling(fill), _eager(), torch.enable_grad(), muted, alike:
             return measure(both_ways).working_bytes
     except Exception as error:  # a model may allow only backward(), for example
-        if type(error) is RetrogradeError:  # a rerun computes something else
+        if type(error) is not RetrogradeError:
+            return 0
+        if fill is None:  # a rerun computes something else
             raise
-        return 0
+        return bytes_of_a_pass(model, sample, None)  # reruns on other threads drew otherwise
 
 
 @contextmanager
