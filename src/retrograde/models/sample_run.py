@@ -401,8 +401,10 @@ def bytes_of_a_pass(model: nn.Module, sample: Any, fill: float | None) -> int:
         torch.clear_autocast_cache()  # of an earlier pass
         outputs = [t for t in tensors_in(run_model(model, sample)) if t.requires_grad]
         torch.clear_autocast_cache()  # as at the end of a context, in which backward() is not
-        ones, engine = tuple(map(expanded, outputs)), torch.autograd.Variable._execution_engine
-        # Not by grad(), during which no function mode fills what reruns draw.
+        ones = tuple(map(expanded, outputs))
+        if fill is None:
+            return outputs, torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
+        engine = torch.autograd.Variable._execution_engine  # grad() would switch our mode off
         back = engine.run_backward(tuple(outputs), ones, False, False, tuple(wanted), True, False)
         return outputs, back
 
