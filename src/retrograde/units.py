@@ -6,6 +6,7 @@ binary ones (KiB, MiB, GiB) of 1024, as in IEC 80000-13.
 """
 
 import math
+import operator
 import re
 from collections.abc import Collection, Sequence
 from fractions import Fraction
@@ -40,13 +41,16 @@ def parse_memory(memory: Memory) -> int | Fraction:
     """
     if isinstance(memory, str):
         return _parse_text(memory)
-    is_number = isinstance(memory, Real) and not isinstance(memory, bool)
-    if not is_number or not math.isfinite(memory):
-        given = repr(memory) if is_number or isinstance(memory, bool | None) else None
-        raise UnitError(f"cannot read the memory {given or type(memory)}: {_HINT}")
-    if isinstance(memory, Integral):
-        return _positive(int(memory), memory)
-    return _fraction(Fraction(str(memory)), memory)
+    if isinstance(memory, Real) and not isinstance(memory, Integral) and math.isfinite(memory):
+        return _fraction(Fraction(str(memory)), memory)
+    try:
+        size = None if isinstance(memory, bool) else operator.index(memory)  # type: ignore[arg-type]
+    except TypeError:
+        size = None
+    if size is None:
+        given = repr(memory) if isinstance(memory, Real | None) else type(memory)
+        raise UnitError(f"cannot read the memory {given}: {_HINT}")
+    return _positive(size, memory)
 
 
 def asks_for_all(memory: Memory | None) -> bool:

@@ -86,6 +86,10 @@ def test_the_cells_of_torch_are_cells_everywhere(cell):
     assert rg.fit(cell, X, memory="50%").schedule.length == len(X)
 
 
+def test_a_budget_may_be_any_whole_number():
+    assert rg.LSTM(SIZE, SIZE, memory=torch.tensor(9999)).fit(X).budget_bytes == 9999
+
+
 def test_a_share_may_be_a_number_of_numpy():
     assert (
         rg.LSTM(SIZE, SIZE, memory=np.float32(0.1)).fit(X).budget_bytes
@@ -156,5 +160,8 @@ def test_a_cell_derived_from_torchs_is_a_cell_as_it_is():
             h = super().forward(x, h)
             return 2 * h, h
 
-    y, last = rg.unroll(Own(SIZE, SIZE), X, torch.zeros(3, SIZE), memory="50%")
-    assert torch.equal(y[-1], 2 * last)
+    replaced = nn.GRUCell(SIZE, SIZE)
+    replaced.forward = Own(SIZE, SIZE).forward
+    for cell in (Own(SIZE, SIZE), replaced):
+        y, last = rg.unroll(cell, X, torch.zeros(3, SIZE), memory="50%")
+        assert torch.equal(y[-1], 2 * last)

@@ -16,7 +16,7 @@ def as_cell(cell: Any) -> Cell:
         CellError: it runs whole sequences itself, or takes no state.
     """
     kind = type(cell)
-    if getattr(kind, "forward", None) in _TORCHS:
+    if getattr(kind, "forward", None) in _TORCHS and "forward" not in vars(cell):
 
         def step(x: Tensor, state: Any) -> tuple[Tensor, Any]:
             after = cell(x, state)

@@ -177,7 +177,7 @@ def budget(model: nn.Module, memory: Memory | None, sample: Any = None) -> Divis
         install(model, [])
         for module in model.modules():
             if isinstance(module, BudgetedRNN) or is_chain(module):
-                module.memory = module.schedule = None
+                module.memory = None
         return None
     parse_memory(memory)
     _check(model, sample)
