@@ -20,7 +20,8 @@ from torch import nn
 
 import retrograde as rg
 from retrograde.machine import machine_of
-from retrograde.models import arguments, checks
+from retrograde.models.rows import checks
+from retrograde.models.rows import rerun_arguments as arguments
 from retrograde.run import prints
 
 ROUNDS = 25

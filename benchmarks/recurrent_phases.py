@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import retrograde as rg
-from retrograde.kernels import products
+from retrograde.kernels.cpu import products
 from retrograde.machine import machine_of, now
 
 RESULTS = Path(__file__).parent / "results"

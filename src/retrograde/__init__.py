@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from retrograde.errors import (
         BudgetError,
         CellError,
+        NotExactError,
         RankError,
         RetrogradeError,
         ScanError,
@@ -30,9 +31,9 @@ if TYPE_CHECKING:
         UnitError,
     )
     from retrograde.machine import quiet
-    from retrograde.models.budget import Division, Share, budget
-    from retrograde.models.fits import fit
-    from retrograde.models.lean import lean
+    from retrograde.models.budget.budget import Division, Share, budget
+    from retrograde.models.fit import fit
+    from retrograde.models.lean.lean import lean
     from retrograde.models.profile import Profile, profile
     from retrograde.models.sequential import Sequential
     from retrograde.plan import TradeOff, cost, plan, trade_off
@@ -56,10 +57,10 @@ __version__ = "0.1.0"
 
 __all__ = [
     "GRU", "LSTM", "RNN", "Advance", "Backward", "BudgetError", "CellError", "Chain", "Division",
-    "Free", "GatedCell", "Load", "Measurement", "Profile", "RankError", "Record", "Recurrent",
-    "Residual", "RetrogradeError", "ScanError", "Schedule", "ScheduleError", "Sequential", "Share",
-    "Store", "TimeSharded", "TradeOff", "UnitError", "bptt", "budget", "cost", "fit", "lean",
-    "measure", "plan", "profile", "quiet", "simulate", "trade_off", "unroll",
+    "Free", "GatedCell", "Load", "Measurement", "NotExactError", "Profile", "RankError", "Record",
+    "Recurrent", "Residual", "RetrogradeError", "ScanError", "Schedule", "ScheduleError",
+    "Sequential", "Share", "Store", "TimeSharded", "TradeOff", "UnitError", "bptt", "budget",
+    "cost", "fit", "lean", "measure", "plan", "profile", "quiet", "simulate", "trade_off", "unroll",
 ]  # fmt: skip
 _HOMES = {
     "cells.any_recurrent": "Recurrent",
@@ -67,9 +68,9 @@ _HOMES = {
     "cells.gated": "GatedCell",
     "cells.unroll": "unroll",
     "machine": "quiet",
-    "models.budget": "Division Share budget",
-    "models.fits": "fit",
-    "models.lean": "lean",
+    "models.budget.budget": "Division Share budget",
+    "models.fit": "fit",
+    "models.lean.lean": "lean",
     "models.profile": "Profile profile",
     "models.sequential": "Sequential",
     "plan": "TradeOff cost plan trade_off",

@@ -44,6 +44,10 @@ class CellError(RetrogradeError, TypeError):
     """A cell cannot be run exactly: its state, its inputs or its side effects are not supported."""
 
 
+class NotExactError(CellError):
+    """A layer or a model cannot be run exactly within a budget, or a rerun gave other bits."""
+
+
 class InputError(CellError, ValueError, RuntimeError):
     """An input or a state that torch's own module refuses too, by a ValueError or RuntimeError."""
 

@@ -16,7 +16,7 @@ import retrograde as rg
 from oracles.hooks import CHANGES, Changed
 from oracles.loops import assert_near, gradients, least, leaves_of, loop
 from retrograde.cells.gated import GatedCore
-from retrograde.kernels import formulas
+from retrograde.kernels.cpu import formulas
 
 DOUBLE = torch.float64
 

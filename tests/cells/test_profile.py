@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import retrograde as rg
-from retrograde.models.fits import iteration_seconds
+from retrograde.models.fit import iteration_seconds
 from retrograde.sizes.timing import LinearTime, RangeTimes, linear_time
 
 

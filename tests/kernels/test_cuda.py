@@ -7,8 +7,9 @@ import torch
 
 from oracles.cuda_kernels import COMPILED, DEVICE, load
 from retrograde.kernels import cells as recurrent
-from retrograde.kernels import cpu, kernels, sweep
+from retrograde.kernels import kernels, sweep
 from retrograde.kernels.cells import Slopes, Weights
+from retrograde.kernels.cpu import sweep as cpu
 
 GATES = {"RNN": 1, "GRU": 3, "LSTM": 4}
 TOLERANCE = 2e-6

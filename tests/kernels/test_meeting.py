@@ -8,10 +8,13 @@ import torch
 
 import retrograde as rg
 from oracles.networks import relative_error
-from retrograde.kernels import cpu, in_place, kernels, meeting, sweep, team
+from retrograde.kernels import in_place, kernels, sweep
 from retrograde.kernels.cells import GATES, Slopes, Weights
-from retrograde.kernels.lanes import compiled
-from retrograde.kernels.meeting import bounds_of_units, meet, parts_of_units
+from retrograde.kernels.cpu import sweep as cpu
+from retrograde.kernels.cpu.llvm import barrier as meeting
+from retrograde.kernels.cpu.llvm import threads as team
+from retrograde.kernels.cpu.llvm.barrier import bounds_of_units, meet, parts_of_units
+from retrograde.kernels.cpu.llvm.lanes import compiled
 from retrograde.recurrent.forward import LayerForward, run_by_torch
 
 EVERY_CELL = pytest.mark.parametrize("kind", GATES)

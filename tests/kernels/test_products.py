@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from retrograde.kernels import team
-from retrograde.kernels.products import add_outer, linear, times
+from retrograde.kernels.cpu.llvm import threads as team
+from retrograde.kernels.cpu.products import add_outer, linear, times
 
 ROWS = pytest.mark.parametrize("rows", [1, 5, 127, 128, 515, 1030])
 SHAPES = pytest.mark.parametrize(("terms", "columns"), [(1, 1), (37, 111), (300, 48), (513, 50)])

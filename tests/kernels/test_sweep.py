@@ -8,11 +8,14 @@ import pytest
 import torch
 
 from oracles.jacobians import jacobians
-from retrograde.kernels import cpu, in_place, kernels, meeting, team
+from retrograde.kernels import in_place, kernels
 from retrograde.kernels.cells import GATES, Slopes, Weights, slopes
-from retrograde.kernels.lanes import compiled
+from retrograde.kernels.cpu import sweep as cpu
+from retrograde.kernels.cpu.llvm import barrier as meeting
+from retrograde.kernels.cpu.llvm import threads as team
+from retrograde.kernels.cpu.llvm.lanes import compiled
+from retrograde.kernels.cpu.llvm.threads import share
 from retrograde.kernels.sweep import carry, products, safe_chunk, scan, sweep, trusted
-from retrograde.kernels.team import share
 from retrograde.scan.blelloch import blelloch, chunked, gradients, hybrid, linear
 from retrograde.scan.elements import Dense
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import retrograde as rg
-from retrograde.kernels import team
-from retrograde.kernels.lanes import compiled
-from retrograde.kernels.team import paced, ranges, share
+from retrograde.kernels.cpu.llvm import threads as team
+from retrograde.kernels.cpu.llvm.lanes import compiled
+from retrograde.kernels.cpu.llvm.threads import paced, ranges, share
 
 WORKS = {
     "small": ("LSTM", 8, 64, 8, 60, {}),
@@ -50,7 +50,7 @@ class Core:
     """Notes the threads of each call."""
 
     def __init__(self, kind="cpu"):
-        self.ambient = SimpleNamespace(device=torch.device(kind))
+        self.surroundings = SimpleNamespace(device=torch.device(kind))
 
     @paced
     def run(self, fails=False):

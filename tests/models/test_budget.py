@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import retrograde as rg
 from oracles.autocast import run_or_skip
-from retrograde.models import budget as budget_module
+from retrograde.models.budget import budget as budget_module
 
 
 def leaf(*shape):

@@ -18,9 +18,10 @@ import retrograde as rg
 from oracles.hooks import CHANGES, Changed
 from oracles.processes import join, leave, spawn
 from retrograde.errors import BudgetError, CellError, RetrogradeError, UnitError
-from retrograde.models import call_sizes, chain_plans, trials
-from retrograde.models.given import Given
-from retrograde.models.refill import DROPPED, DROPPED_LEAN, LEAN, Dropped
+from retrograde.models import chain_plans
+from retrograde.models.rows import call_sizes, trials
+from retrograde.models.rows.arguments import Arguments
+from retrograde.models.rows.rerun import DROPPED, DROPPED_LEAN, LEAN, RecomputedCall
 from retrograde.plan.calls import Part
 
 PARTS = [1.0, 0.6, 0.2, 0.0]  # of what lies between the least budget and the ordinary one
@@ -853,7 +854,7 @@ def test_layers_of_one_make_are_measured_once(name, monkeypatch):
     kind = chain_plans.measured(layers, x, call_sizes.Plans())
     assert len(calls) == most <= len(kind.sizes)
     calls.clear()
-    monkeypatch.setattr(call_sizes, "make_of", lambda _: None)
+    monkeypatch.setattr(call_sizes, "architecture_key", lambda _: None)
     by_class, apart = call_sizes.Plans(), call_sizes.Plans()
     apart.seen = Forgetful()
     for plans in (by_class, apart):
@@ -877,7 +878,7 @@ def in_bytes(size):
 def test_modules_that_nest_otherwise_are_of_another_make():
     a, b = nn.Linear(4, 4), nn.ReLU()
     nets = nn.Sequential(a, b, a), nn.Sequential(a, b, b), nn.Sequential(a, b, a)
-    makes = [trials.make_of(trials.parts_of([net])) for net in nets]
+    makes = [trials.architecture_key(trials.parts_of([net])) for net in nets]
     assert makes[0] == makes[2] != makes[1]
 
 
@@ -908,11 +909,11 @@ def test_a_rerun_that_ends_early_notices_draws_of_another_thread():
     done = threading.Event()
     threading.Thread(target=done.wait, daemon=True).start()
     try:
-        given = Given((torch.ones(9, 9),))
+        given = Arguments((torch.ones(9, 9),))
         unit = trials.try_call("0", Disturbed(), [Disturbed()], given).unit
         x = torch.ones(9, 9, requires_grad=True)
-        call = Dropped(unit, Given((x,)), lean=False)
-        y = call.run(unit.forward, Given((x,)))
+        call = RecomputedCall(unit, Arguments((x,)), lean=False)
+        y = call.run(unit.forward, Arguments((x,)))
         with pytest.raises(RetrogradeError, match="something else when it ran again"):
             y.sum().backward()
     finally:
@@ -932,11 +933,11 @@ class Writing(nn.Module):
 
 def test_a_dropped_layer_that_writes_to_its_input_later_only_is_refused():
     writing, x = Writing(), torch.randn(50, 6)
-    unit = trials.try_call("0", writing, [writing], Given((x,))).unit
-    Dropped(unit, Given((x,)), lean=False).run(writing, Given((x,)))
+    unit = trials.try_call("0", writing, [writing], Arguments((x,))).unit
+    RecomputedCall(unit, Arguments((x,)), lean=False).run(writing, Arguments((x,)))
     writing.unseen.calls = 1
     with pytest.raises(CellError, match="layer 0 writes in place to what it is given"):
-        Dropped(unit, Given((x,)), lean=False).run(writing, Given((x,)))
+        RecomputedCall(unit, Arguments((x,)), lean=False).run(writing, Arguments((x,)))
 
 
 class Doubled(rg.Sequential):

@@ -17,10 +17,10 @@ from oracles.autocast import run_or_skip
 from oracles.drawn_graphs import train
 from oracles.lean_models import OTHERS, OWN, build
 from oracles.processes import leave, spawn
-from retrograde.kernels.cpu_masks import packed, unpack_into
-from retrograde.models import lean as lean_module
-from retrograde.models import recipes, tape
-from retrograde.models.cheap import CHEAP
+from retrograde.kernels.cpu.masks import packed, unpack_into
+from retrograde.models.lean import lean as lean_module
+from retrograde.models.lean import recipes, tape
+from retrograde.models.lean.cheap import CHEAP
 
 
 @pytest.fixture(autouse=True)
@@ -1006,7 +1006,7 @@ def test_what_is_a_small_part_of_what_is_kept_is_kept(monkeypatch):
     model, x = nn.Sequential(wide, nn.Tanh(), narrow, nn.Linear(64, 8)), torch.randn(1024, 64)
     found = []
     for part in (0.0, 1.0):
-        monkeypatch.setattr("retrograde.models.tape.LEAST_PART", part)
+        monkeypatch.setattr("retrograde.models.lean.tape.LEAST_PART", part)
         with rg.lean() as tape:
             loss = model(x).square().mean()
         loss.backward()

@@ -14,10 +14,10 @@ from torch import nn
 
 import retrograde as rg
 from oracles.drawn_changes import read_changed
-from retrograde.models import call_sizes
-from retrograde.models.refill import Dropped
-from retrograde.models.rows import RowForward
-from retrograde.models.timeline import Timeline
+from retrograde.models.rows import call_sizes
+from retrograde.models.rows.joint_plan import JointPlan
+from retrograde.models.rows.layer_run import RowForward
+from retrograde.models.rows.rerun import RecomputedCall
 from retrograde.plan.calls import Part
 from retrograde.units import format_bytes
 
@@ -913,8 +913,8 @@ def test_the_first_step_in_training_measures_nothing_again(in_sequence, memory, 
     x = x if in_sequence else inputs()
     division = rg.budget(model, least_of(model, x) if memory == "least" else memory, x)
     assert division.total_bytes < division.ordinary_bytes
-    for name in ("rows.try_call", "call_sizes.Plans.measure"):
-        monkeypatch.setattr(f"retrograde.models.{name}", lambda *_: pytest.fail("again"))
+    for name in ("layer_run.try_call", "call_sizes.Plans.measure"):
+        monkeypatch.setattr(f"retrograde.models.rows.{name}", lambda *_: pytest.fail("again"))
     trained(model, x)
 
 
@@ -964,7 +964,9 @@ def test_nothing_is_left_behind(kind):
     def alive():
         gc.collect()
         found = gc.get_objects()
-        return sum(type(o) is torch.Tensor for o in found), sum(type(o) is Dropped for o in found)
+        return sum(type(o) is torch.Tensor for o in found), sum(
+            type(o) is RecomputedCall for o in found
+        )
 
     others = alive()[1]  # that an earlier test still holds
     given = (images(),) if kind is Stages else (inputs(), torch.randn(16, 3, WIDTH))
@@ -1576,7 +1578,7 @@ def test_a_number_that_is_annealed_is_not_measured_again(monkeypatch):
     plain = copy.deepcopy(model)
     rg.budget(model, "60%", x)
     monkeypatch.setattr(
-        "retrograde.models.call_sizes.Plans.measure", lambda *_, **__: pytest.fail("again")
+        "retrograde.models.rows.call_sizes.Plans.measure", lambda *_, **__: pytest.fail("again")
     )
     for p in (0.1, 0.2, 0.3):
         for block in (*model.blocks, *plain.blocks):
@@ -1834,7 +1836,7 @@ class Reordering(nn.Module):
 
 def test_buffers_that_a_dropped_call_notes_are_not_taken_for_larger_sizes(monkeypatch):
     model, x, grown = Blocks(Reordering), rows_of(4), []
-    monkeypatch.setattr(Timeline, "grows", lambda _, name, kind: grown.append(name))
+    monkeypatch.setattr(JointPlan, "grows", lambda _, name, kind: grown.append(name))
     rg.budget(model, least_of(model, x), x)
     assert not grown
 

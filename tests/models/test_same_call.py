@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 import retrograde as rg
-from retrograde.models.checks import Compared, Noted, Reruns
+from retrograde.models.rows.checks import Compared, Noted, Reruns
 from retrograde.replay.fingerprints import fingerprint
 
 D = 16

@@ -14,8 +14,8 @@ from torch.nn import functional
 from torch.utils import _pytree as pytree
 
 import retrograde as rg
-from retrograde.models import recipes, tape
-from retrograde.sizes import elsewhere
+from retrograde.models.lean import recipes, tape
+from retrograde.models.rows import rest_of_model as elsewhere
 
 _SAMPLES = 2  # of each operation; torch's first ones are the most different
 _FEWEST = 500  # passes that let something go
@@ -139,7 +139,7 @@ def test_every_operation_of_torch(op_db, turn, dtype, part):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("part", range(_PARTS))
 def test_nodes_that_hand_on_a_gradients_memory_are_known(op_db, part):
-    """Elsewhere, what waits is counted by the memory that it may lie in."""
+    """RestOfModel, what waits is counted by the memory that it may lie in."""
     seen = 0
     for op in op_db[part::_PARTS]:
         if not op.supports_autograd or torch.float32 not in op.supported_backward_dtypes("cpu"):

@@ -8,8 +8,8 @@ import pytest
 
 from retrograde.plan.calls import (
     CallSizes,
+    OutputLifetime,
     Part,
-    Waits,
     Way,
     fastest,
     kept_whole,
@@ -58,7 +58,7 @@ def every(calls, i, k):
         for rest in every(calls, i + 1, k):
             yield (Part(i, i + 1, way), *rest)
     for j in range(i + 2, k):
-        if any(call.begins for call in calls[i + 1 : j]):
+        if any(call.starts_row for call in calls[i + 1 : j]):
             return
         for inner in every(calls, i, j):
             for rest in every(calls, j, k):
@@ -72,7 +72,12 @@ def test_the_plan_is_the_best_of_all(seed, rows):
     if rows > 1:
         rows = [calls[:3], drawn(seed + 1000)[:3], drawn(seed + 2000)[:1]]
         calls = one_after_the_other(
-            rows, [Waits(1 + seed % 3, 3 - seed % 2), Waits(3, 2, 1.5), Waits(3, 3)]
+            rows,
+            [
+                OutputLifetime(1 + seed % 3, 3 - seed % 2),
+                OutputLifetime(3, 2, 1.5),
+                OutputLifetime(3, 3),
+            ],
         )
     found = [(peak_of(calls, p), seconds_of(calls, p)) for p in every(calls, 0, len(calls))]
     smallest = least(calls)
@@ -103,7 +108,7 @@ def test_rows_one_after_the_other_share_their_memory():
     row = [CallSizes(10, 10, 12, 1.0, ways, gradient_bytes=7)] * 2
     apart, both = (
         peak_of(row, kept_whole(row)),
-        one_after_the_other([row, row], [Waits(1, 1), Waits(2, 2)]),
+        one_after_the_other([row, row], [OutputLifetime(1, 1), OutputLifetime(2, 2)]),
     )
     assert apart == 40 + 10 + 60
     assert peak_of(both, kept_whole(both)) == (40 + 10 + 40) + 10 + apart
@@ -116,14 +121,16 @@ def test_what_waits_for_a_later_row_counts_beside_those_between(runs, back):
     """It does so whether the first row's last call is kept by itself or in a group."""
     ways = Way(40, 50, 60), Way(0, 12, 60, 1.0, dropped=True)
     row = [CallSizes(10, 10, 12, 1.0, ways, gradient_bytes=7)] * 2
-    waits = [Waits(runs, back, 3.0), Waits(2, 2), Waits(3, 3)]
+    waits = [OutputLifetime(runs, back, 3.0), OutputLifetime(2, 2), OutputLifetime(3, 3)]
     for k, call in enumerate(one_after_the_other([row] * 3, waits)):
         ahead, later = 7 * (0 < k // 2 < runs), 3 * 7 * (0 < k // 2 < back)
         later += 2 * 7 * (k == 1)  # which goes back from that memory itself
         assert [way.first_bytes for way in call.ways] == [50 + ahead, 12 + ahead]
         assert [way.backward_bytes for way in call.ways] == [60 + later] * 2
         assert (call.forward_bytes, call.gradient_bytes) == (12 + ahead, 7 + later)
-    assert Waits(runs, back).among([0, 2]) == Waits(max(1, runs - 1), max(1, back - 1))
+    assert OutputLifetime(runs, back).among([0, 2]) == OutputLifetime(
+        max(1, runs - 1), max(1, back - 1)
+    )
 
 
 def test_what_filling_a_call_takes_while_its_group_runs_again():

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from oracles.chains import fastest
 from retrograde import BudgetError, ScheduleError, UnitError
 from retrograde.plan import chain_minimum, cost, plan
-from retrograde.plan.calls import CallSizes, Kinds, Way, seconds_of
+from retrograde.plan.calls import CallSizes, MayKeep, Way, seconds_of
 from retrograde.plan.calls import fastest as fastest_calls
 from retrograde.plan.chains import LONGEST, plan_chain, record_everything
 from retrograde.schedule import Chain, Schedule, Verb, simulate
@@ -195,7 +195,7 @@ def forward_steps(length: int, size: int, kept: int, policy: str = "msm") -> flo
         calls.append(
             CallSizes(before, after, -1, 1.0, (recorded, Way(0, -1, 0, 1.0, 1.0, dropped=True)))
         )
-    kinds = Kinds(stores=policy != "ism", records=policy != "hsm")
+    kinds = MayKeep(inputs=policy != "ism", tapes=policy != "hsm")
     return length + seconds_of(calls, fastest_calls(calls, kept, kinds))
 
 

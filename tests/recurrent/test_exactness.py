@@ -35,8 +35,8 @@ from oracles.networks import (
     state_of,
 )
 from retrograde.kernels.cells import Weights
+from retrograde.recurrent.find_plan import find_plan
 from retrograde.recurrent.forward import room_for, run
-from retrograde.recurrent.scheduled import find_plan
 from retrograde.recurrent.spans import scan_lengths
 
 SIZES, LENGTHS, BATCHES = (1, 7, 20, 33, 64, 128), (1, 2, 3, 63, 64, 65, 1000, 5000), (1, 3, 16)

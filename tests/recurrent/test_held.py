@@ -15,8 +15,8 @@ from retrograde.plan.fit import whole_fit
 from retrograde.recurrent import backward
 from retrograde.recurrent.bytes import Layer, stacked, sums_at_once
 from retrograde.recurrent.core import HeldLayers
+from retrograde.recurrent.find_plan import find_plan
 from retrograde.recurrent.plan import HeldPlan, Planner
-from retrograde.recurrent.scheduled import find_plan
 from retrograde.recurrent.spans import Sequences
 from retrograde.recurrent.vendor import Layers
 from retrograde.run.autograd import run_schedule
@@ -397,7 +397,7 @@ def test_spans_after_the_first_copy_no_states(kind, memory):
 def test_marks_that_are_free_are_counted_once():
     """The first span takes most, when nearly all marks are free."""
     case = Case(nn.LSTM, (80, 8, 4, 16), dtype=torch.float)
-    plan = HeldPlan(40 * 8, back=("in place",), steps=(40, *[1] * 40))
+    plan = HeldPlan(40 * 8, backward_by=("in place",), steps=(40, *[1] * 40))
     threads = torch.get_num_threads()
     shape = Layer("LSTM", 8, 4, 16, threads=threads, at_once=sums_at_once(80, 8))
     peak = Planner(stacked(shape, 1), plan.block).peak(Sequences(80, 8), plan)

@@ -105,9 +105,9 @@ def plan_of(module, x):
 def test_pieces_are_not_cut_short_to_lay_out_weights():
     x = torch.randn(200, 4, 64)
     plan = plan_of(rg.GRU(64, 512, memory="20%"), x)
-    assert plan.back == ("in place",)
+    assert plan.backward_by == ("in place",)
     assert plan.block >= 32
-    assert plan_of(rg.GRU(64, 512, memory="50%"), x).back == ()
+    assert plan_of(rg.GRU(64, 512, memory="50%"), x).backward_by == ()
 
 
 def test_loops_go_through_all_steps_at_once_where_all_gates_are_kept():

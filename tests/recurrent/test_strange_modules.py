@@ -41,7 +41,7 @@ class Dropped(nn.Module):
         return self.rnn(*args)
 
 
-class Given(nn.Module):
+class Arguments(nn.Module):
     """All of a network's parameters are frozen; what is trained lies outside it."""
 
     def __init__(self, rnn):
@@ -90,7 +90,7 @@ COMPUTED = {
     "pruned": lambda rnn: prune.l1_unstructured(rnn, "weight_hh_l0", 0.5),
     "all pruned": all_pruned,
     "dropped": Dropped,
-    "given": Given,
+    "given": Arguments,
     "tied": tied,
     "chained": Chained,
 }

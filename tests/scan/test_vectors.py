@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from retrograde.kernels.lanes import (
+from retrograde.kernels.cpu.llvm.lanes import (
     LANES,
     compiled,
     like,
@@ -16,7 +16,7 @@ from retrograde.kernels.lanes import (
     store,
     tanh,
 )
-from retrograde.kernels.tiles import PANEL, dots, panels, product, whole_vectors
+from retrograde.kernels.cpu.llvm.tiles import PANEL, dots, panels, product, whole_vectors
 
 DTYPES = pytest.mark.parametrize("dtype", [np.float32, np.float64])
 

@@ -111,6 +111,7 @@ def begins(message, quote):
 
 
 NEAR = {  # classes that are raised under another's name, or quoted there
+    "NotExactError": "CellError",
     "TooManyEntriesError": "ScanError",
     "_OverwrittenError": "RuntimeError",
 }

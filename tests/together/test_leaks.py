@@ -13,7 +13,7 @@ import retrograde as rg
 from oracles.loops import WAYS, assert_bitwise, both, gradients, least, loop
 from retrograde.cells import bptt as streamed
 from retrograde.cells import unroll as unrolling
-from retrograde.kernels import cpu_layer
+from retrograde.kernels.cpu import layer as cpu_layer
 from retrograde.recurrent.backward import LayerBackward
 from retrograde.recurrent.core import HeldLayers
 from retrograde.replay.referents import find_referents

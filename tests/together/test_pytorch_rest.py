@@ -150,7 +150,7 @@ def test_inputs_that_are_expanded_or_not_contiguous(way, layout):
 
 
 def forbid(monkeypatch):
-    for name in ("cells.unroll.fit_measured", "recurrent.scheduled.fit_measured"):
+    for name in ("cells.unroll.fit_measured", "recurrent.find_plan.fit_measured"):
         monkeypatch.setattr(f"retrograde.{name}", None)
     monkeypatch.setattr("retrograde.cells.unroll.examine", None)
 

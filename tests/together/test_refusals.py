@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 import retrograde as rg
 from oracles.drawn_models import BUDGETS, draw, read
 from oracles.loops import loop
-from retrograde.models.call_sizes import Known
-from retrograde.models.refill import DROPPED
+from retrograde.models.rows.call_sizes import PassMeasurements
+from retrograde.models.rows.rerun import DROPPED
 from retrograde.plan.calls import Part, peak_of
 
 WIDTH = 24
@@ -552,7 +552,7 @@ def test_a_group_runs_again_beside_what_was_made_of_a_gradient(monkeypatch):
     four = Part(0, 4, parts=(pair, Part(2, 3, DROPPED), Part(3, 4)))
     six = Part(0, 6, parts=(four, Part(4, 5, DROPPED), Part(5, 6)))
     plan, kinds = (six, Part(6, 7), Part(7, 8)), []
-    monkeypatch.setattr(Known, "plan", lambda kind, _: kinds.append(kind) or plan)
+    monkeypatch.setattr(PassMeasurements, "plan", lambda kind, _: kinds.append(kind) or plan)
     reading = read(278, 0.0)
     assert reading.drawn.autocast
     assert not reading.wrong

@@ -203,7 +203,7 @@ def _module(
 
 def _with_kernel(core: StepCore, kernel: Fused) -> StepCore:
     part = replace(cast(RangeLoss, core.cell), kernel=kernel)
-    return replace(core, cell=part, quiet=part.quiet)
+    return replace(core, cell=part, without_outputs=part.without_outputs)
 
 
 def _check_module(module: nn.RNNBase) -> None:

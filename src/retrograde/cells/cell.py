@@ -18,7 +18,7 @@ from torch import Tensor
 from retrograde.errors import CellError
 from retrograde.replay.captured import Outside, find_outside
 from retrograde.replay.referents import Referents
-from retrograde.replay.surroundings import Ambient, version
+from retrograde.replay.surroundings import Surroundings, version
 from retrograde.replay.trees import LEAF, Structure, Tensors, flatten, flatten_state
 from retrograde.replay.trial import try_out
 from retrograde.run.autograd_core import AutogradCore
@@ -39,10 +39,11 @@ Result = tuple[Tensors, Tensors, Structure, Structure]  # outputs, state, and th
 class StepCore(AutogradCore):
     """Any cell ``cell(x_t, state) -> (y_t, state)``, called once per step; made by :func:`examine`.
 
-    ``quiet`` is the cell without the work that only outputs need; None to run all of it. ``copied``
-    marks the parts of the state that the cell writes to, and receives as clones. ``first_spec`` is
-    the structure of the initial state, if step 0 changes it to another. Then ``first_like``
-    describes the initial state's tensors, and ``made`` counts the leaves that step 0 creates.
+    ``without_outputs`` is the cell without the work that only outputs need; None to run all of it.
+    ``copied`` marks the parts of the state that the cell writes to, and receives as clones.
+    ``first_spec`` is the structure of the initial state, if step 0 changes it to another. Then
+    ``first_like`` describes the initial state's tensors, and ``made`` counts the leaves that step 0
+    creates.
     """
 
     cell: Cell
@@ -52,11 +53,11 @@ class StepCore(AutogradCore):
     state_like: tuple[Like, ...]
     output_like: tuple[Like, ...]
     outside: Outside
-    ambient: Ambient
+    surroundings: Surroundings
     aliases: tuple[int | None, ...]
     fused: bool = False
-    sums: bool = False
-    quiet: Cell | None = None
+    output_is_total: bool = False
+    without_outputs: Cell | None = None
     found: Referents = field(default_factory=Referents)
     copied: tuple[bool, ...] = ()
     first_spec: Structure | None = None
@@ -85,13 +86,13 @@ class StepCore(AutogradCore):
 
     def prints(self, length: int) -> Prints | None:
         turn = self.settled.passes
-        return None if self.fused else Prints(length, turn, self.ambient, self.per_call)
+        return None if self.fused else Prints(length, turn, self.surroundings, self.per_call)
 
     def complete(self) -> None:
         self.settled.complete()
         used = {id(t) for t in self.parameters}
         unused = any(t.requires_grad and id(t) not in used for t in self.found.tensors)
-        self.settled.walked = not (self.ambient.moves or self.numbers or unused)
+        self.settled.walked = not (self.surroundings.moves or self.numbers or unused)
 
     def __call__(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
         result = _call(self.cell, *self._arguments(inputs, state))
@@ -104,12 +105,12 @@ class StepCore(AutogradCore):
             _check_aliases(outputs, states, self.aliases)
         return outputs, states
 
-    def again(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
+    def rerun(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
         return _call(self.cell, *self._arguments(inputs, state))[:2]
 
-    def carry(self, inputs: Tensors, state: Tensors) -> Tensors:
+    def next_state(self, inputs: Tensors, state: Tensors) -> Tensors:
         x, s = self._arguments(inputs, state)
-        _, after = as_pair((self.quiet or self.cell)(x, s))
+        _, after = as_pair((self.without_outputs or self.cell)(x, s))
         return flatten_state(after, _AFTER)[0]
 
     def try_first(self, inputs: Tensors, state: Tensors) -> object:
@@ -160,7 +161,7 @@ def examine(
     core = replace(
         core,
         outside=find_outside(trial.found, _tensors_of(trial.value), trial.mark, [*x, *step.leaves]),
-        ambient=trial.ambient,
+        surroundings=trial.surroundings,
         aliases=tuple(next((j for j, t in enumerate(states) if t is y), None) for y in outputs),
         found=trial.found,
         copied=step.copied if any(step.copied) else (),
@@ -189,7 +190,7 @@ def later_state(core: StepCore, inputs: Inputs, state: Tensors) -> Tensors:
     """
     first: Tensors = state
     if not core.fused:
-        with core.ambient.measured():
+        with core.surroundings.measured():
             for k in range(min(_MOST_SETTLING, len(inputs))):
                 (after,) = core.advance(inputs, k, [k + 1], state, None)
                 same = [t.requires_grad for t in after] == [t.requires_grad for t in state]
@@ -216,7 +217,7 @@ def _operations(core: StepCore, inputs: Inputs, state: Tensors, step: int) -> in
     """Return the number of operations that a step records."""
     settled, before = core.settled, core.settled.seen
     settled.seen = 0
-    with core.ambient.measured():
+    with core.surroundings.measured():
         core.advance(inputs, step, [step + 1], state, lambda *_: None)
     found, settled.seen = settled.seen, max(before, settled.seen)
     return found
@@ -253,11 +254,11 @@ def _core_like(
 ) -> StepCore:
     """Return a core whose steps return what step 0 did, with no parameters and no surroundings."""
     outputs, states, output_spec, after_spec = result
-    settles = _settles(result, state, state_spec)
+    settles = changes_structure(result, state, state_spec)
     if settles:
         like = tuple(map(like_of, states))
     else:
-        like = _settled(states, state, device)
+        like = state_form(states, state, device)
         _check_like("state", states, after_spec, like, state_spec)
     return StepCore(
         cell=cell,
@@ -269,12 +270,12 @@ def _core_like(
         state_like=like,
         output_like=tuple(map(like_of, outputs)),
         outside=Outside([], []),
-        ambient=Ambient(device),
+        surroundings=Surroundings(device),
         aliases=(None,) * len(outputs),
     )
 
 
-def _settled(states: Tensors, given: Tensors, device: torch.device) -> tuple[Like, ...]:
+def state_form(states: Tensors, given: Tensors, device: torch.device) -> tuple[Like, ...]:
     """Return the form of a state after a step.
 
     It is the form before the step, with one exception: under autocast a float32 state often becomes
@@ -288,7 +289,7 @@ def _settled(states: Tensors, given: Tensors, device: torch.device) -> tuple[Lik
     return tuple(like)
 
 
-def _settles(result: Result, given: Tensors, spec: Structure) -> bool:
+def changes_structure(result: Result, given: Tensors, spec: Structure) -> bool:
     """Return whether step 0 changed the structure of a state that held a None or a number."""
     _, states, _, after_spec = result
     differs = after_spec != spec and [*map(like_of, states)] != [*map(like_of, given)]
@@ -323,12 +324,12 @@ class _Trying:
         try:
             first, written = self._step([s for _, s in pairs], self.state_spec)
             results = [first]
-            if _settles(first, self.state, self.state_spec):
+            if changes_structure(first, self.state, self.state_spec):
                 _, states, _, spec = first
-                later, again = self._step(states, spec)
+                later, rerun = self._step(states, spec)
                 _check_like("state", later[1], later[3], [*map(like_of, states)], spec)
                 results.append(later)
-                written = again if not any(written) else (True,) * len(again)
+                written = rerun if not any(written) else (True,) * len(rerun)
         except RuntimeError as error:
             if _ON_A_LEAF not in str(error):
                 raise

@@ -38,7 +38,7 @@ class CompiledSteps(StepCore):
     per_call = BLOCK
 
     @property
-    def joins(self) -> bool:
+    def records_ranges(self) -> bool:
         return False
 
     def __call__(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
@@ -46,21 +46,21 @@ class CompiledSteps(StepCore):
         if begins or len(inputs[0]) < BLOCK:
             return self._plainly(inputs, state)
         assert self.block is not None
-        with autocast_as_now(self.ambient.device):  # recomputation replays the same autocast
+        with autocast_as_now(self.surroundings.device):  # recomputation replays the same autocast
             states = _alike(state)
             return self.block(self.cell, self.input_spec, self.state_spec, inputs, states)
 
-    def again(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
+    def rerun(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
         return self(inputs, state)
 
-    def carry(self, inputs: Tensors, state: Tensors) -> Tensors:
+    def next_state(self, inputs: Tensors, state: Tensors) -> Tensors:
         return self(inputs, state)[1]
 
     def _plainly(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
         """Run steps one after the other, uncompiled."""
         found = []
         for x in zip(*(t.unbind() for t in inputs), strict=True):
-            y, state = super().again(list(x), state)
+            y, state = super().rerun(list(x), state)
             found.append(y)
         return [torch.stack(ys) for ys in zip(*found, strict=True)], state
 
@@ -87,9 +87,9 @@ def compiled_steps(core: StepCore) -> CompiledSteps:
 def _does(core: StepCore) -> str | None:
     """Return what a cell's steps do that a compiled block would not reproduce exactly, or None."""
     besides = [one for one in map(besides_forward, core.found.parts()) if one and "hook" in one]
-    if core.ambient.draws:
+    if core.surroundings.draws:
         return "draws random numbers"
-    if core.ambient.moves or core.ambient.changing:
+    if core.surroundings.moves or core.surroundings.changing:
         return "changes its buffers or attributes"
     if any(core.copied):
         return "writes in place to its state"

@@ -2,8 +2,8 @@
 
 Only the outputs, which the caller holds anyway, and the other parts of each state are kept. The
 backward pass computes the gates of some steps again by one product, their slopes by autograd, and
-sweeps over them (:mod:`retrograde.kernels.formulas`). Gradients of weights are one product for all
-these steps.
+sweeps over them (:mod:`retrograde.kernels.cpu.formulas`). Gradients of weights are one product for
+all these steps.
 """
 
 import functools
@@ -18,18 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from retrograde.errors import BudgetError, CellError
-from retrograde.kernels.formulas import (
+from retrograde.kernels.cpu.formulas import (
     FUNCTIONS,
     Formula,
     FormulaLoops,
     check_elementwise,
     loops_of,
 )
-from retrograde.kernels.products import add_outer, linear, sum_of_rows, times
-from retrograde.kernels.team import paced
+from retrograde.kernels.cpu.llvm.threads import paced
+from retrograde.kernels.cpu.products import add_outer, linear, sum_of_rows, times
 from retrograde.plan.fit import Curve, Fit, Highest
 from retrograde.recurrent.fastest import fit_measured
-from retrograde.replay.surroundings import Ambient
+from retrograde.replay.surroundings import Surroundings
 from retrograde.replay.trees import Tensors
 from retrograde.run.core import Core, Emit, Gradients, Tape, discard
 from retrograde.run.layout import InMemory, Inputs, Straight
@@ -214,7 +214,7 @@ class GatedCore(Core):
 
     def __init__(self, cell: GatedCell, rows: int = 1) -> None:
         self.cell, self.formula, self.rows = cell, cell.formula, rows
-        self.ambient = Ambient(cell.weight_ih.device)
+        self.surroundings = Surroundings(cell.weight_ih.device)
         self.weights, self.size = cell._weights(), cell.hidden_size
         self.compiled = loops_of(self.formula, cell.weight_hh.dtype)
 

@@ -1,9 +1,9 @@
 """A recurrence and its loss as one core, whose only output is the loss of a step or of a range.
 
 So outputs are dropped as soon as their loss is known, and losses are summed over calls
-(``Core.sums``). The loss is examined and measured with the cell, so its parameters get gradients
-and its bytes count. A run that needs only the state skips the loss. It does not if the loss or the
-cell draws random numbers or changes buffers.
+(``Core.output_is_total``). The loss is examined and measured with the cell, so its parameters get
+gradients and its bytes count. A run that needs only the state skips the loss. It does not if the
+loss or the cell draws random numbers or changes buffers.
 
 A step's loss may be None. A cell is examined at a step that has a loss, if one of the first
 :data:`PROBED` steps or the last one has.
@@ -59,7 +59,7 @@ class StepLoss:
         step = int(number)
         return as_summand(self.told(step, y), f"step {step}", self.device), after
 
-    def quiet(self, inputs: Any, state: Any) -> tuple[None, Any]:
+    def without_outputs(self, inputs: Any, state: Any) -> tuple[None, Any]:
         """Return the state only."""
         return None, self.run(inputs[0], state)[1]
 
@@ -103,7 +103,7 @@ class RangeLoss:
             self._check(summand, y, mark, where)
         return summand, after
 
-    def quiet(self, inputs: Any, state: Any) -> tuple[None, Tensors]:
+    def without_outputs(self, inputs: Any, state: Any) -> tuple[None, Tensors]:
         """Return the state only."""
         return None, self.run(inputs[0], state)[1]
 
@@ -179,7 +179,7 @@ def examine_loss(
     numbers = dict.fromkeys((0, last, *range(1, min(last, PROBED))))
     probing = _Probing(part, numbers)
     core = examine(probing, inputs, input_spec, state, state_spec, part.made_of)
-    plain = not core.ambient.moves
+    plain = not core.surroundings.moves
     if isinstance(part, RangeLoss):
         if not plain:
             raise CellError(
@@ -188,7 +188,13 @@ def examine_loss(
                 "nn.LSTMCell, instead of the module"
             )
         part = replace(part, parameters=tuple(core.targets))
-    core = replace(core, cell=part, fused=fused, sums=True, quiet=part.quiet if plain else None)
+    core = replace(
+        core,
+        cell=part,
+        fused=fused,
+        output_is_total=True,
+        without_outputs=part.without_outputs if plain else None,
+    )
     probed = replace(stream, probed=probing.found)
     if isinstance(part, RangeLoss) and len(stream) > 1:
         del pairs, inputs, tree  # before other steps are read

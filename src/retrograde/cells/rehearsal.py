@@ -43,7 +43,7 @@ def rehearse(core: StepCore, inputs: Inputs, state: Tensors) -> bool:
     if core.fused or core.per_call > 1:
         return False
     try:
-        return apart(partial(_compare, core, inputs, state), core.ambient.device)
+        return apart(partial(_compare, core, inputs, state), core.surroundings.device)
     except RuntimeError as error:
         raise_again(error, "the cell")
 
@@ -71,7 +71,7 @@ def _run(
     core: StepCore, inputs: Inputs, state: Tensors, *, in_parts: bool, steps: int = _STEPS
 ) -> _Results:
     steps = min(steps, len(inputs))
-    with core.ambient.measured(), muted_hooks([*core.parameters, *state]), torch.enable_grad():
+    with core.surroundings.measured(), muted_hooks([*core.parameters, *state]), torch.enable_grad():
         pairs = zip(inputs[0:steps], inputs.differentiable, strict=True)
         x = [t.detach().requires_grad_(wanted) for t, wanted in pairs]
         state = each_once(lambda t: entry(t)[1], state)
@@ -81,12 +81,12 @@ def _run(
 def _in_one_loop(core: StepCore, x: Tensors, state: Tensors, steps: int) -> _Results:
     with core.recording():
         outputs, after = run_ordinary(core, x, state)
-    if core.sums:
+    if core.output_is_total:
         outputs = [y.sum(0) for y in outputs]
     owners = [*x, *state, *core.targets]
     wanted = list({id(t): t for t in owners if t.requires_grad}.values())
     given = [*zip(outputs, map(_seed, outputs), strict=True)]
-    given += zip(after, [None if core.sums else _seed(t) for t in after], strict=True)
+    given += zip(after, [None if core.output_is_total else _seed(t) for t in after], strict=True)
     seeded = [(t, seed) for t, seed in given if seed is not None and t.requires_grad]
     found: tuple[Tensor | None, ...] = ()
     if seeded and wanted:
@@ -110,11 +110,11 @@ def _in_parts(core: StepCore, x: Tensors, state: Tensors, steps: int) -> _Result
     read = layout.read(x)
     after = run.forward(read, state, lambda _, __, outputs, ___: found.append(outputs))
     outputs = [torch.stack([y.detach() for y in ys]) for ys in zip(*found, strict=True)]
-    if core.sums:
+    if core.output_is_total:
         outputs = [y.sum(0) for y in outputs]
     gradients = Gradients(
         outputs=list(map(_seed, outputs)),
-        states=[None if core.sums or not t.requires_grad else _seed(t) for t in after],
+        states=[None if core.output_is_total or not t.requires_grad else _seed(t) for t in after],
         inputs=[None] * len(x),
         wanted=[t if t.requires_grad else None for t in x],
         parameters=core.totals(),

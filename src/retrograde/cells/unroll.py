@@ -198,8 +198,8 @@ class CellCall:
     def fit(self, core: StepCore, states: Tensors) -> tuple[Fit, Settled]:
         """Return the plan for a cell, and properties that earlier calls have settled. Raises
         BudgetError if the budget is too small."""
-        ambient, inputs, memory = core.ambient, self.read, cast(Memory, self.memory)
-        moving = tuple(b.nbytes for b in ambient.buffers), len(ambient.sources)
+        surroundings, inputs, memory = core.surroundings, self.read, cast(Memory, self.memory)
+        moving = tuple(b.nbytes for b in surroundings.buffers), len(surroundings.sources)
         tensors = map(signature, (*self.tensors, *inputs[0], *states, *core.parameters))
         ways = moving, torch.get_num_threads(), self.compile
         shapes = *ways, core.state_like, *tensors

@@ -15,7 +15,7 @@ from retrograde.kernels.cuda.limits import LARGEST_SIZE
 from retrograde.kernels.fallback import Fallback
 
 if TYPE_CHECKING:
-    from retrograde.kernels.cpu_layer import Backward, Forward
+    from retrograde.kernels.cpu.layer import Backward, Forward
 
 __all__ = ["LARGEST_SIZE", "BlockSweep", "Kernels", "in_place", "kernels"]
 
@@ -68,7 +68,8 @@ class Kernels:
 def kernels(device: str, dtype: torch.dtype, size: int) -> Kernels:
     """Return the fastest implementation for a device type, a dtype and H hidden units."""
     if device == "cpu" and dtype in (torch.float32, torch.float64):
-        from retrograde.kernels import cpu, cpu_layer
+        from retrograde.kernels.cpu import layer as cpu_layer
+        from retrograde.kernels.cpu import sweep as cpu
 
         slopes = cpu.gru_slopes, cpu.lstm_slopes
         layer = cpu_layer.Forward, cpu_layer.Backward, cpu_layer.recall, cpu.in_parts
@@ -104,7 +105,8 @@ def _plain() -> Kernels:
 
 def in_place(dtype: torch.dtype, size: int) -> Kernels:
     """Return the CPU kernels that take least memory: they make no copy of the weights."""
-    from retrograde.kernels import cpu, cpu_layer
+    from retrograde.kernels.cpu import layer as cpu_layer
+    from retrograde.kernels.cpu import sweep as cpu
 
     use = kernels("cpu", dtype, size)
     forward = cpu_layer.ForwardInPlace

@@ -29,7 +29,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from retrograde.kernels.products import linear
+from retrograde.kernels.cpu.products import linear
 
 #: The cells, by torch's own names for them.
 Kind = Literal["RNN_TANH", "RNN_RELU", "GRU", "LSTM"]

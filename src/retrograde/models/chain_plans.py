@@ -19,13 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from retrograde.errors import CellError
-from retrograde.models.arguments import with_nodes
-from retrograde.models.call_sizes import Known, Plans, larger
-from retrograde.models.given import Given, made_by, tensors_in, tied
-from retrograde.models.phases import do_most
-from retrograde.models.refill import Row
-from retrograde.models.trials import Tried, try_call
+from retrograde.errors import NotExactError
+from retrograde.models.rows.arguments import Arguments, made_by, tensors_in, tied
+from retrograde.models.rows.call_sizes import PassMeasurements, Plans, larger
+from retrograde.models.rows.phases import do_most
+from retrograde.models.rows.rerun import RunningPlan
+from retrograde.models.rows.rerun_arguments import with_nodes
+from retrograde.models.rows.trials import Tried, try_call
 from retrograde.plan.calls import CallSizes, Part, Way, kept_whole, peak_of, seconds_of
 from retrograde.run.core import unsaved
 from retrograde.run.transforms import besides_forward
@@ -102,11 +102,11 @@ class ChainPlans(Plans):
 
         Raises:
             BudgetError: the budget is too small; the message names the least budget.
-            CellError: a layer cannot be run exactly, or nothing requires a gradient.
+            NotExactError: a layer cannot be run exactly, or nothing requires a gradient.
         """
         kind = self._kind(net, input)
         if kind is None:
-            raise CellError(_NOTHING)
+            raise NotExactError(_NOTHING)
         room = as_bytes(memory, kind.ordinary_bytes)
         plan = kind.plan(room)
         return ChainFit(
@@ -127,7 +127,7 @@ class ChainPlans(Plans):
 
         Raises:
             BudgetError: the budget is too small; the message names the least budget.
-            CellError: a layer cannot be run exactly.
+            NotExactError: a layer cannot be run exactly.
         """
         kind = self._kind(net, input) if torch.is_grad_enabled() else None
         if kind is None:
@@ -135,10 +135,10 @@ class ChainPlans(Plans):
         plan = kind.plan(room := as_bytes(memory, kind.ordinary_bytes))
         if kind.is_ordinary(plan) and not kind.most:
             return None
-        row, before, value, made = Row(plan, kind.tied), None, input, list[Tensor | None]()
+        row, before, value, made = RunningPlan(plan, kind.tied), None, input, list[Tensor | None]()
         grown = list[str]()
         for number, unit in enumerate(kind.units):
-            given = Given((value,))
+            given = Arguments((value,))
             with kind.watched(number, [net], given, made if number else None) as grew:
                 value, before = row.run(number, unit, unit.forward, given, made, before)
             made = made_by(value, given.leaves if unit.fill is None else ())
@@ -147,10 +147,10 @@ class ChainPlans(Plans):
             warnings.warn(larger(grown[0], need, room, kind), stacklevel=4)
         return value
 
-    def _kind(self, net: nn.Sequential, input: Any) -> Known | None:
+    def _kind(self, net: nn.Sequential, input: Any) -> PassMeasurements | None:
         layers = named_layers(net, all_chains=False)
         modules, find = [layer for _, layer in layers], partial(measured, layers, input, self)
-        return self.kind_of(modules, Given((input,)), find)
+        return self.kind_of(modules, Arguments((input,)), find)
 
 
 Layers = Sequence[tuple[str, nn.Module]]
@@ -164,10 +164,10 @@ def measure_network(net: nn.Sequential, input: Any, repeats: int) -> Chain:
     """Measure the layers of a network, and time each ``repeats`` times.
 
     Raises:
-        CellError: a layer cannot be run exactly, or nothing requires a gradient.
+        NotExactError: a layer cannot be run exactly, or nothing requires a gradient.
     """
     if not any(t.requires_grad for t in (*tensors_in(input), *net.parameters())):
-        raise CellError(_NOTHING)
+        raise NotExactError(_NOTHING)
     layers = named_layers(net, all_chains=False)
     kind = measured(layers, input, Plans(), repeats)
     sizes = kind.sizes  # of calls that are kept whole
@@ -195,18 +195,20 @@ def measure_network(net: nn.Sequential, input: Any, repeats: int) -> Chain:
     )
 
 
-def measured(layers: Layers, input: Any, plans: Plans, repeats: int | None = None) -> Known:
+def measured(
+    layers: Layers, input: Any, plans: Plans, repeats: int | None = None
+) -> PassMeasurements:
     """Divide layers into units, and try and measure each, on an input.
 
     Raises:
-        CellError: a layer cannot be run exactly; the message names it.
+        NotExactError: a layer cannot be run exactly; the message names it.
     """
     together = -(-len(layers) // _MOST_UNITS)
-    kind = Known(tied=tied(layer.parameters() for _, layer in layers))
+    kind = PassMeasurements(tied=tied(layer.parameters() for _, layer in layers))
     made, value = None, _alone(input, None)
     tried = _try(layers[:1], value)
     if tried.writes:
-        raise CellError(_WRITES.format(layers[0][0], "the chain's input"))
+        raise NotExactError(_WRITES.format(layers[0][0], "the chain's input"))
     while layers:
         after, size = tried, 1
         while size < len(layers):
@@ -220,8 +222,8 @@ def measured(layers: Layers, input: Any, plans: Plans, repeats: int | None = Non
                 whose = (
                     f"what layer {layers[0][0]} was given" if kind.units else "the chain's input"
                 )
-                raise CellError(_WRITES.format(layers[size - 1][0], whose))
-        modules, given = [layer for _, layer in layers[:size]], Given((value,))
+                raise NotExactError(_WRITES.format(layers[size - 1][0], whose))
+        modules, given = [layer for _, layer in layers[:size]], Arguments((value,))
         # The unit's result is not held meanwhile, but computed once more.
         found = plans.measure(tried.unit, modules, given, made, kind.tied, repeats)
         kind.add(tried.unit, found, last=size == len(layers), made=tried.made_bytes)
@@ -234,9 +236,9 @@ def measured(layers: Layers, input: Any, plans: Plans, repeats: int | None = Non
 
 def _try(layers: Layers, value: Any) -> Tried:
     """Try a unit of some layers."""
-    given, name = Given((value,)), "-".join(dict.fromkeys((layers[0][0], layers[-1][0])))
+    given, name = Arguments((value,)), "-".join(dict.fromkeys((layers[0][0], layers[-1][0])))
     if (reason := given.refusal()) is not None:
-        raise CellError(f"layer {name} {reason}")
+        raise NotExactError(f"layer {name} {reason}")
     modules = [layer for _, layer in layers]
 
     def forward(value: Any) -> Any:
@@ -249,7 +251,7 @@ def _try(layers: Layers, value: Any) -> Tried:
 
 def _result(tried: Tried, value: Any) -> Any:
     """Run a unit, and leave no trace."""
-    with tried.unit.ambient.measured(), unsaved():
+    with tried.unit.surroundings.measured(), unsaved():
         return _alone(do_most(tried.unit, value), tried.wants)
 
 

@@ -10,7 +10,7 @@ from typing import Any, overload
 from torch import nn
 
 from retrograde.cells.cell import Cell, examine, later_state
-from retrograde.errors import CellError
+from retrograde.errors import NotExactError
 from retrograde.models.chain_plans import measure_network
 from retrograde.replay.switches import autocast_as_now
 from retrograde.replay.trees import flatten, flatten_state
@@ -104,7 +104,8 @@ def profile(
         :class:`~retrograde.schedule.chain.Chain`.
 
     Raises:
-        CellError: the cell cannot be run exactly, or is a recurrent module, which has a ``fit``.
+        NotExactError: the cell cannot be run exactly, or is a recurrent module, which has a
+        ``fit``.
 
     Example:
         >>> import torch
@@ -124,10 +125,10 @@ def profile(
     """
     if isinstance(cell, nn.Sequential):
         if state is not None:
-            raise CellError("a Sequential has no state: expected profile(net, sample)")
+            raise NotExactError("a Sequential has no state: expected profile(net, sample)")
         return measure_network(cell, x, repeats)
     if isinstance(cell, nn.RNNBase):
-        raise CellError(
+        raise NotExactError(
             f"profile measures one step of a cell, and a {type(cell).__name__} has none: expected "
             "a cell or a Sequential; ask rg.fit(module, input, memory=)"
         )
@@ -149,5 +150,5 @@ def profile(
         record_seconds=times.record.step_seconds,
         backward_seconds=times.backward.step_seconds,
         parameters=len(core.parameters),
-        draws=core.ambient.draws,
+        draws=core.surroundings.draws,
     )

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from retrograde.errors import CellError, ScanError
+from retrograde.errors import NotExactError, ScanError
 from retrograde.models.chain_plans import CHAINS, ChainFit, ChainPlans, named_layers
 from retrograde.run.states import shaped
 from retrograde.run.transforms import uncompiled
@@ -94,7 +94,7 @@ class Sequential(nn.Sequential):
 
         Raises:
             BudgetError: the memory is too small; the message names the least budget.
-            CellError: within a budget, a layer cannot be run exactly.
+            NotExactError: within a budget, a layer cannot be run exactly.
             ScanError: with ``backward="scan"``, a layer has no Jacobian, or none that fits.
         """
         found = None
@@ -115,10 +115,10 @@ class Sequential(nn.Sequential):
 
         Raises:
             BudgetError: as for a call.
-            CellError: as for a call; also if ``memory`` is None or ``backward`` is set.
+            NotExactError: as for a call; also if ``memory`` is None or ``backward`` is set.
         """
         if self.backward is not None or self.memory is None:
-            raise CellError(
+            raise NotExactError(
                 f"memory={self.memory!r} and backward={self.backward!r}: expected a memory and no "
                 "backward; only layers within a budget have a schedule"
             )

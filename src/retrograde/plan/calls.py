@@ -95,14 +95,14 @@ class CallSizes:
     ways: tuple[Way, ...]
     noted_bytes: int = 0
     left_bytes: int = 0
-    turns: tuple[bool, ...] = (False, False)
-    turned_bytes: int = 0
-    hands_on: bool = False
+    reorders_gradient: tuple[bool, ...] = (False, False)
+    reorder_bytes: int = 0
+    aliases_input: bool = False
     handed_bytes: int = 0
     backward_seconds: float = 0.0
     gradient_bytes: int = 0
-    apart_bytes: int = 0
-    begins: bool = False
+    gradient_slack_bytes: int = 0
+    starts_row: bool = False
 
     def beside(self, more: int) -> "CallSizes":
         """Return the sizes if others keep some bytes from its forward pass until it goes back."""
@@ -123,21 +123,21 @@ class CallSizes:
         return replace(self, ways=tuple(ways), gradient_bytes=self.gradient_bytes + waits)
 
 
-class Waits(NamedTuple):
-    """The first later row that runs when a row's output was let go, and the first that goes back
-    before its gradient is there. The gradient's memory may be ``spread`` times as large."""
+class OutputLifetime(NamedTuple):
+    """When a row's output is freed and when its gradient arrives, as indices of later rows. The
+    gradient's memory may be ``slack`` times as large as the gradient."""
 
-    runs: int
-    goes_back: int
-    spread: float = 1.0
+    first_run_after: int
+    gradient_ready_before: int
+    slack: float = 1.0
 
-    def among(self, rows: Sequence[int]) -> "Waits":
+    def among(self, rows: Sequence[int]) -> "OutputLifetime":
         """Return the same where only some rows run."""
-        return Waits(bisect_left(rows, self.runs), bisect_left(rows, self.goes_back), self.spread)
+        return OutputLifetime(bisect_left(rows, self[0]), bisect_left(rows, self[1]), self.slack)
 
 
 def one_after_the_other(
-    rows: Sequence[Sequence[CallSizes]], waits: Sequence[Waits]
+    rows: Sequence[Sequence[CallSizes]], waits: Sequence[OutputLifetime]
 ) -> list[CallSizes]:
     """Return the calls of several rows, which run in turn, and go back in the opposite order.
 
@@ -146,26 +146,26 @@ def one_after_the_other(
     calls: list[CallSizes] = []
     for number, row in enumerate(rows):
         outputs = [(rows[r][-1].gradient_bytes, waits[r]) for r in range(number)]
-        ahead = sum(size for size, one in outputs if number < one.runs)
-        back = sum(int(size * one.spread) for size, one in outputs if number < one.goes_back)
+        ahead = sum(size for size, one in outputs if number < one.first_run_after)
+        back = sum(int(size * one.slack) for size, one in outputs if number < one[1])
         own = [call.first_beside(ahead).held_back(back) for call in row]
-        calls += [replace(own[0], begins=bool(calls)), *own[1:]]
-        last = calls[-1].held_back(int(row[-1].gradient_bytes * (waits[number].spread - 1)))
+        calls += [replace(own[0], starts_row=bool(calls)), *own[1:]]
+        last = calls[-1].held_back(int(row[-1].gradient_bytes * (waits[number].slack - 1)))
         ways = (replace(w, held_bytes=_after(last, w), keeps_output=False) for w in last.ways)
         calls[-1] = replace(last, output_bytes=0, ways=tuple(ways))
     return calls
 
 
 @dataclass(frozen=True)
-class Kinds:
-    """What a plan may keep while it works on later calls. ``stores``: the inputs of calls.
-    ``records``: what a call holds that is not ``dropped``. What is held in any case may be used."""
+class MayKeep:
+    """What a plan may keep while it works on later calls. ``inputs``: the inputs of calls.
+    ``tapes``: what a call holds that is not ``dropped``. Tensors held anyway may always be used."""
 
-    stores: bool = True
-    records: bool = True
+    inputs: bool = True
+    tapes: bool = True
 
 
-_ALL = Kinds()
+_ALL = MayKeep()
 
 
 @dataclass(frozen=True)
@@ -275,12 +275,12 @@ class _Moves:
     ``least`` (2, n + 1, n + 1) is P(i, k), by whether the input of call i is held already.
     """
 
-    def __init__(self, calls: Sequence[CallSizes], kinds: Kinds) -> None:
+    def __init__(self, calls: Sequence[CallSizes], kinds: MayKeep) -> None:
         self.calls, self.kinds, n = calls, kinds, len(calls)
         self.seconds = np.array([0.0, *accumulate(call.forward_seconds for call in calls)])
         self.noted = np.array([0, *accumulate(call.noted_bytes for call in calls)])
         self.runs = np.zeros((n, n + 1), np.int64)  # peaks of running calls in turn
-        begin = [k for k in range(1, n) if calls[k].begins] + [n]
+        begin = [k for k in range(1, n) if calls[k].starts_row] + [n]
         self.until = np.array([next(k for k in begin if k > i) for i in range(n)])  # of a group
         for i in range(n):
             for j in range(i + 1, n + 1):
@@ -300,8 +300,8 @@ class _Moves:
         waits = 0 if outer else self.calls[k - 1].gradient_bytes
         given = 0 if is_held else call.input_bytes
         for at, way in enumerate(call.ways):
-            if not (self.kinds.stores or is_held if way.dropped else
-                    self.kinds.records or i + 1 == k):  # fmt: skip
+            if not (self.kinds.inputs or is_held if way.dropped else
+                    self.kinds.tapes or i + 1 == k):  # fmt: skip
                 continue
             base = given if way.keeps_input else 0
             taken = base + _after(call, way)
@@ -313,7 +313,7 @@ class _Moves:
     def groups(self, i: int, k: int, is_held: int) -> tuple[_Ints, _Ints, NDArray[np.float64]]:
         """Return the ends of groups that begin with call i, what they hold, and least peaks."""
         outer, last = k == len(self.calls), min(k, self.until[i] + 1)
-        js = np.arange(i + 2, last if self.kinds.stores or is_held else 0)
+        js = np.arange(i + 2, last if self.kinds.inputs or is_held else 0)
         waits = 0 if outer else self.calls[k - 1].gradient_bytes
         taken = (0 if is_held else self.calls[i].input_bytes) + (
             self.noted[js] - self.noted[i]
@@ -362,8 +362,8 @@ class _Fastest:
             moves.until,
             moves.noted // self.size,
             levels(np.array([call.gradient_bytes for call in self.calls])),
-            moves.kinds.stores,
-            moves.kinds.records,
+            moves.kinds.inputs,
+            moves.kinds.tapes,
             self.best,
         )
 
@@ -407,7 +407,7 @@ class _Fastest:
         return tuple(parts)
 
 
-def least(calls: Sequence[CallSizes], kinds: Kinds = _ALL) -> int:
+def least(calls: Sequence[CallSizes], kinds: MayKeep = _ALL) -> int:
     """Return the least peak of any plan.
 
     Example:
@@ -418,14 +418,14 @@ def least(calls: Sequence[CallSizes], kinds: Kinds = _ALL) -> int:
     return _left(calls) + int(_Moves(calls, kinds).least[1, 0, -1])
 
 
-def fastest(calls: Sequence[CallSizes], budget: int, kinds: Kinds = _ALL) -> tuple[Part, ...]:
+def fastest(calls: Sequence[CallSizes], budget: int, kinds: MayKeep = _ALL) -> tuple[Part, ...]:
     """Return the fastest plan whose peak is within a budget.
 
     Raises:
         ValueError: the budget is less than the least peak.
     """
     whole = kept_whole(calls)
-    if kinds.records and peak_of(calls, whole) <= budget:
+    if kinds.tapes and peak_of(calls, whole) <= budget:
         return whole
     moves, room = _Moves(calls, kinds), budget - _left(calls)
     smallest = int(moves.least[1, 0, -1]) + budget - room
@@ -439,7 +439,7 @@ def level_bytes(calls: Sequence[CallSizes], room: int) -> int:
     return max(1, -(-room // min(_MOST_LEVELS, max(50, _CELLS // len(calls) ** 2))))
 
 
-def least_seconds(calls: Sequence[CallSizes], budget: int, kinds: Kinds = _ALL) -> float:
+def least_seconds(calls: Sequence[CallSizes], budget: int, kinds: MayKeep = _ALL) -> float:
     """Return a lower bound of what a plan within a budget takes beyond ordinary backpropagation."""
     table = _Fastest(_Moves(calls, kinds), budget - _left(calls), is_bound=True)
     return float(table.best[1, table.cell(0, len(calls)), -1]) * _ROUNDING

@@ -25,7 +25,7 @@ import numpy as np
 from retrograde.errors import BudgetError, ScheduleError
 from retrograde.plan.calls import (
     CallSizes,
-    Kinds,
+    MayKeep,
     Part,
     Way,
     fastest,
@@ -61,7 +61,7 @@ def plan_chain(
     ordinary = record_everything(chain)
     room = as_bytes(memory, ordinary.peak)
     kinds, (calls, unit) = _kinds(policy), _calls_of(chain)
-    if kinds.records and room >= ordinary.peak:
+    if kinds.tapes and room >= ordinary.peak:
         return replace(ordinary, policy=policy, memory=room, bound=ordinary.seconds)
     units = (room - chain.overhead_bytes) // unit
     try:
@@ -82,7 +82,7 @@ def chain_minimum(chain: Chain, policy: str = "msm") -> int:
     """Return the smallest budget that a policy can keep, in bytes."""
     kinds, (calls, unit) = _kinds(policy), _calls_of(chain)
     found = least(calls, kinds) * unit + chain.overhead_bytes
-    return min(found, record_everything(chain).peak) if kinds.records else found
+    return min(found, record_everything(chain).peak) if kinds.tapes else found
 
 
 def _too_small(chain: Chain, room: int, policy: str) -> BudgetError:
@@ -106,8 +106,8 @@ def _too_small(chain: Chain, room: int, policy: str) -> BudgetError:
     )
 
 
-def _kinds(policy: str) -> Kinds:
-    return Kinds(stores=policy != "ism", records=policy != "hsm")
+def _kinds(policy: str) -> MayKeep:
+    return MayKeep(inputs=policy != "ism", tapes=policy != "hsm")
 
 
 def _calls_of(chain: Chain) -> tuple[list[CallSizes], int]:

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from retrograde.kernels import BlockSweep, in_place, kernels
 from retrograde.kernels.cells import Block, Slopes, Weights, slopes
-from retrograde.kernels.meeting import parts_of_units
-from retrograde.kernels.products import add_outer, sum_of_rows, times
+from retrograde.kernels.cpu.llvm.barrier import parts_of_units
+from retrograde.kernels.cpu.products import add_outer, sum_of_rows, times
 from retrograde.kernels.sweep import safe_chunk
-from retrograde.recurrent.bytes import LAID_ROWS, LAID_SHARE, LARGE, Means
+from retrograde.recurrent.bytes import LAID_ROWS, LAID_SHARE, LARGE, Backend
 
 if TYPE_CHECKING:
-    from retrograde.kernels.cpu_layer import Backward
+    from retrograde.kernels.cpu.layer import Backward
 
 # On a CPU, sums over steps and samples are matrix products of so many rows each. A single sum over
 # all rows would round more. On a GPU, hundreds of launches would replace one product that sums in
@@ -39,7 +39,7 @@ class LayerBackward:
 
     def __init__(
         self, weights: Weights, totals: dict[str, Tensor], batch: int, rows: int, *,
-        chunk: int | None = None, means: Means = "loops", at_once: bool = False,
+        chunk: int | None = None, means: Backend = "loops", at_once: bool = False,
         tight: bool = False, resets: bool = False,
     ) -> None:  # fmt: skip
         hidden = weights.hidden

@@ -4,7 +4,7 @@ Only the computation of the gradient changes. Torch's own forward pass runs if n
 gradient is wanted, or a tensor is not real (:func:`retrograde.run.transforms.is_unreal`).
 
 - ``memory`` runs ranges of steps on the fastest kernels, by a schedule that fits the budget
-  (``scheduled.py``; Gruslys et al., 2016). ``schedule`` gives that schedule itself.
+  (``find_plan.py``; Gruslys et al., 2016). ``schedule`` gives that schedule itself.
 - ``backward="scan"`` recomputes what it needs from the hidden states, which are the outputs. It
   goes back by a parallel scan over the Jacobians of the steps (:mod:`retrograde.scan`; Wang, BPPSA,
   2020). With a budget, it does so in every range.
@@ -22,9 +22,9 @@ from retrograde.errors import CellError, InputError
 from retrograde.plan.fit import Fit
 from retrograde.recurrent.call import Call
 from retrograde.recurrent.dropout import Place
+from retrograde.recurrent.find_plan import find_plan
 from retrograde.recurrent.fused import has_slopes
-from retrograde.recurrent.resets import Anew, read_starts
-from retrograde.recurrent.scheduled import find_plan
+from retrograde.recurrent.resets import SequenceResets, read_starts
 from retrograde.recurrent.vendor import is_too_long
 from retrograde.recurrent.weights import over_weights
 from retrograde.run.autograd import check_schedule, refuse_both
@@ -279,7 +279,7 @@ class BudgetedRNN(nn.RNNBase):
             begun = call if not entry else self._read(input, entry, weights)
             state = begun.state if entry else self._zeros(call.batch, call.x)
             starts = read_starts(reset, input, self.batch_first, bool(self.bidirectional))
-            call.resets = Anew(starts, [*state])
+            call.resets = SequenceResets(starts, [*state])
         return call
 
     def _read(self, input: Any, hidden: State, weights: list[Tensor] | None = None) -> Call:

@@ -12,19 +12,19 @@ from functools import cached_property
 from math import ceil
 from typing import Literal
 
-from retrograde.kernels import cpu_backward
 from retrograde.kernels.cells import GATES, Kind
-from retrograde.kernels.lanes import LANES
-from retrograde.kernels.meeting import MANY_SAMPLES, parts_of_units
-from retrograde.kernels.products import room_of_outer, room_of_product, threads_with_room
-from retrograde.kernels.tiles import PANEL
+from retrograde.kernels.cpu import backward_loops
+from retrograde.kernels.cpu.llvm.barrier import MANY_SAMPLES, parts_of_units
+from retrograde.kernels.cpu.llvm.lanes import LANES
+from retrograde.kernels.cpu.llvm.tiles import PANEL
+from retrograde.kernels.cpu.products import room_of_outer, room_of_product, threads_with_room
 from retrograde.plan.fit import Curve
 
 #: What runs the layers. ``"loops"`` is one loop for a whole backward pass. ``"sweeps"`` is loops
 #: for the recurrence, and matrix products for the rest. ``"in place"`` is the same, but reads the
 #: weights without a copy of them. ``"torch"``, on a GPU, is the vendor's forward pass, torch's
 #: operations and compiled sweeps.
-Means = Literal["loops", "sweeps", "in place", "torch"]
+Backend = Literal["loops", "sweeps", "in place", "torch"]
 
 #: The bytes of the inputs' contribution to the gates that are held at a time.
 FORWARD_BYTES = 2**21
@@ -65,8 +65,8 @@ class Layer:
     whether the states before a span, unless it is the first, are a view of outputs. ``lowest`` and
     ``top`` say where it is in its recurrence. ``drops`` says whether there is dropout between the
     layers of that, and ``first`` whether the inputs of the lowest are dropped too. ``at_once`` is
-    as for ``LayerBackward``. ``onward`` and ``back`` are what runs the layer. ``vendor`` has the
-    bytes of the vendor's forward pass by steps, which are measured.
+    as for ``LayerBackward``. ``forward_by`` and ``backward_by`` are what runs the layer.
+    ``vendor`` has the bytes of the vendor's forward pass by steps, which are measured.
     """
 
     kind: Kind
@@ -85,8 +85,8 @@ class Layer:
     at_once: bool = False
     lowest: bool = True
     top: bool = True
-    onward: Means = "loops"
-    back: Means = "loops"
+    forward_by: Backend = "loops"
+    backward_by: Backend = "loops"
     vendor: Curve | None = None
 
     @property
@@ -100,7 +100,7 @@ class Layer:
 
     def gates(self, rows: int) -> int:
         """Return the bytes of kept gates and cells; the vendor's forward pass cannot keep them."""
-        return self._units(5 * rows) if self._lstm and self.onward != "torch" else 0
+        return self._units(5 * rows) if self._lstm and self.forward_by != "torch" else 0
 
     def along(self, rows: int) -> int:
         """Return the bytes of following existing outputs, besides kept gates: states and inputs."""
@@ -121,7 +121,7 @@ class Layer:
         numbers += rows * self.width * (self._copies_x + (self.tracks > 1 or self.drops))
         if self.tracks > 1:
             numbers += 2 * rows * self.size
-        if self.onward == "torch":
+        if self.forward_by == "torch":
             numbers += rows * self.size  # outputs that the caller already holds
         return numbers * self.item
 
@@ -137,7 +137,9 @@ class Layer:
         before = rows if first or not (tight and self.views) else 0
         numbers = before * size + 2 * self.batch * 2 * size  # before steps; entering states
         if self.top:
-            few = {"in place": 0, "torch": rows}.get(self.back, min(rows, LAID_ROWS) * (not tight))
+            few = {"in place": 0, "torch": rows}.get(
+                self.backward_by, min(rows, LAID_ROWS) * (not tight)
+            )
             numbers += max(few, rows // LAID_SHARE, self.batch) * size
             # With two tracks, its states and their gradients are reversed in time.
             numbers += 2 * rows * size if self.tracks > 1 else 0
@@ -148,7 +150,7 @@ class Layer:
         aside = self.tracks > 1 or not self.straight or self.first
         if not self.lowest or (self.needs_x and aside):
             numbers += rows * width * (3 if dropped else 1)
-        if self.back == "torch":
+        if self.backward_by == "torch":
             steps = (10 if lstm else 3) * self.batch * size  # of the sweep, step by step
             slopes = 2 if self.kind.startswith("RNN") else 9  # for each unit and row
             numbers += slopes * rows * size + 2 * gates + rows + steps
@@ -159,7 +161,7 @@ class Layer:
             numbers += rows * size * (2 if kept else 6) + 2 * gates
         else:
             numbers += (8 if self.kind == "GRU" else 2) * rows * size + 2 * gates
-        if not (self.loops or self.back == "torch"):
+        if not (self.loops or self.backward_by == "torch"):
             outer = room_of_outer(rows, gates, max(width, size))
             numbers += self._room(rows, width, size, gates, outer=outer)
             if not self.at_once:
@@ -168,7 +170,7 @@ class Layer:
 
     def pass_rows(self, block: int) -> int:
         """Return the rows that a forward pass processes at a time, in spans of ``block`` rows."""
-        if self.onward == "torch":
+        if self.forward_by == "torch":
             return block
         wide = GATES[self.kind] * self.size * self.item
         return max(self.batch, min(FORWARD_BYTES // wide, block))
@@ -181,7 +183,7 @@ class Layer:
     def loops(self) -> bool:
         """Whether one loop does the whole backward pass."""
         small = GATES[self.kind] * self.size * self.size <= LARGE
-        return self.back == "loops" and self.batch > 1 and small and self._parts == 1
+        return self.backward_by == "loops" and self.batch > 1 and small and self._parts == 1
 
     @property
     def _parts(self) -> int:
@@ -222,14 +224,14 @@ class Layer:
     def _pass(self, rows: int) -> int:
         """Return the numbers that a forward pass allocates."""
         gates = GATES[self.kind] * self.size
-        if self.onward == "torch":
+        if self.forward_by == "torch":
             assert self.vendor is not None
             steps = -(-rows // self.batch)
             return -(-int(self.vendor(steps)) // self.item) if steps else 0
         parts = self._parts_onward
         own = GATES[self.kind] * self._each(parts)
         numbers = parts * self.batch * _whole(own) + gates + self._room(rows, self.width)
-        if self.onward == "loops":
+        if self.forward_by == "loops":
             numbers += parts * _whole(own, PANEL) * self.size
             numbers += own * self.size if parts > 1 else 0  # a part is copied twice
         if not self.kind.startswith("RNN"):
@@ -239,7 +241,10 @@ class Layer:
     def _fixed(self, rows: int) -> int:
         """Return the numbers that a backward pass holds throughout."""
         size, width, gates = self.size, self.width, GATES[self.kind] * self.size
-        if self.back in ("in place", "torch"):  # a wide sweep's table, its graph's random state
+        if self.backward_by in (
+            "in place",
+            "torch",
+        ):  # a wide sweep's table, its graph's random state
             return self.batch * _whole(size) + 16
         if not self.loops:
             numbers = self._parts * gates * _whole(self._each(self._parts), PANEL)
@@ -259,7 +264,7 @@ class Layer:
             numbers -= gates * width * (width % LANES == 0)
             numbers -= hidden * size * (size % LANES == 0 and not gru)
         room = max(
-            cpu_backward.room_for(self.kind, steps, max(1, samples), width, size)
+            backward_loops.room_for(self.kind, steps, max(1, samples), width, size)
             for samples in (each, each - 1, each - 2)
         )
         return numbers + parts * room

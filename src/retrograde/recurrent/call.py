@@ -19,7 +19,7 @@ from retrograde.recurrent.core import HeldLayers
 from retrograde.recurrent.dropout import Dropout, Place
 from retrograde.recurrent.fused import Fused, has_slopes, held_plan
 from retrograde.recurrent.plan import HeldPlan
-from retrograde.recurrent.resets import Anew
+from retrograde.recurrent.resets import SequenceResets
 from retrograde.recurrent.vendor import Kernel, Layers, Mode, laid_out, run_torch
 from retrograde.recurrent.weights import last_weights
 from retrograde.replay.trees import Tensors
@@ -68,7 +68,7 @@ class Call:
         self.weights = last_weights(module) if weights is None else weights
         self.given, self.sorts = given, sorts
         #: Where samples begin anew.
-        self.resets: Anew | None = None
+        self.resets: SequenceResets | None = None
         self.length = len(x) if sizes is None else len(sizes)
         # Lengths are rounded down to a power of two, 256 at most, so that few of them are measured.
         most = min(self.length, LONGEST_MEASURED)
@@ -106,7 +106,7 @@ class Call:
             return [list(self.state)]
         return [list(parts) for parts in zip(*(s.split(2) for s in self.state), strict=True)]
 
-    def anew(self, number: int) -> Anew | None:
+    def anew(self, number: int) -> SequenceResets | None:
         """Return where samples begin anew in the recurrence with this number."""
         if self.resets is None or not self.is_stack:
             return self.resets
@@ -155,7 +155,7 @@ class Call:
 
     def _run(
         self, runner: Kernel | HeldPlan | None, schedule: Schedule, net: Layers, x: Tensor,
-        state: Tensors, masks: Dropout | None, resets: Anew | None,
+        state: Tensors, masks: Dropout | None, resets: SequenceResets | None,
     ) -> tuple[Tensor, Tensors]:  # fmt: skip
         """Run one recurrence by a schedule. Returns the outputs and the last state."""
         held = isinstance(runner, HeldPlan)

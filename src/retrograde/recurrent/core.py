@@ -21,16 +21,16 @@ from torch import Tensor
 
 from retrograde.kernels import in_place, kernels
 from retrograde.kernels.cells import Block, Kept, Resets, Weights
-from retrograde.kernels.team import paced
+from retrograde.kernels.cpu.llvm.threads import paced
 from retrograde.recurrent.backward import LayerBackward
-from retrograde.recurrent.bytes import Means, sums_at_once
+from retrograde.recurrent.bytes import Backend, sums_at_once
 from retrograde.recurrent.dropout import Dropout
 from retrograde.recurrent.forward import LayerForward, room_for
 from retrograde.recurrent.plan import HeldPlan
-from retrograde.recurrent.resets import Anew
+from retrograde.recurrent.resets import SequenceResets
 from retrograde.recurrent.spans import Span, cut
 from retrograde.recurrent.vendor import Layers
-from retrograde.replay.surroundings import Ambient
+from retrograde.replay.surroundings import Surroundings
 from retrograde.replay.trees import Tensors
 from retrograde.run.core import Core, Emit, Gradients, Tape, discard
 from retrograde.run.layout import InMemory, Inputs, Rows
@@ -57,11 +57,11 @@ class HeldLayers(Core):
     The last ``plan.kept`` steps of each track of an LSTM keep their gates.
     """
 
-    strides = True
+    advances_many = True
 
     def __init__(
         self, net: Layers, rows: Rows, batch: int, plan: HeldPlan, *, masks: Dropout | None = None,
-        resets: Anew | None = None,
+        resets: SequenceResets | None = None,
     ) -> None:  # fmt: skip
         self.net, self.rows, self.batch, self.chunk = net, rows, batch, plan.chunk
         self.kept, self.steps = plan.kept, plan.steps
@@ -71,17 +71,17 @@ class HeldLayers(Core):
         #: The gradients of the states with which samples begin anew, while a range goes backward.
         self.to_entries: Tensor | None = None
         weight = net.weights[1]
-        self.ambient = Ambient(weight.device)
+        self.surroundings = Surroundings(weight.device)
         self.kind, self.size, self.count = net.mode, weight.shape[1], net.count
         self.real = torch.float64 if weight.dtype == torch.float64 else torch.float32
         parts = [Weights.of(one.mode, [w.detach() for w in one.weights]) for one in net.parts]
         #: The layers of each track.
         self.tracks = [[part] for part in parts] if net.both else [parts]
-        loops: Means = "loops"
-        self.back = plan.back or (loops,) * self.count
+        loops: Backend = "loops"
+        self.backward_by = plan.backward_by or (loops,) * self.count
         use = kernels(weight.device.type, weight.dtype, self.size)
-        onward = in_place(weight.dtype, self.size) if plan.onward == "in place" else use
-        self.forward, self.recall = onward.forward, use.recall
+        forward_by = in_place(weight.dtype, self.size) if plan.forward_by == "in place" else use
+        self.forward, self.recall = forward_by.forward, use.recall
         #: Whether a second run can take h from the outputs of the top layer, without a recurrence.
         self.follows = self.kind != "LSTM" or self.recall is not None
 
@@ -236,7 +236,7 @@ class HeldLayers(Core):
         options["resets"] = self.resets is not None
         passes = [
             LayerBackward(w.cast(self.real), total, self.batch, self.block, means=means, **options)
-            for w, total, means in zip(self.tracks[number], totals, self.back, strict=True)
+            for w, total, means in zip(self.tracks[number], totals, self.backward_by, strict=True)
         ]
         (total_dx,), (seeds,) = gradients.inputs, gradients.outputs
         read = cast(Inputs, gradients.read)

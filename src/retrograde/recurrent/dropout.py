@@ -54,7 +54,7 @@ class Dropout:
             return x
         real = x.dtype in (torch.float32, torch.float64) and not x.requires_grad
         if real and x.device.type == "cpu" and sizes is None and x.is_contiguous() and self.p < 1:
-            from retrograde.kernels.cpu_masks import drop
+            from retrograde.kernels.cpu.masks import drop
 
             start = int(steps[0]) + self.place.step
             return drop(x, int(self._seed(number)), self.p, start, self.place.sample)

@@ -121,7 +121,7 @@ def fit_measured(
     """
     while True:
         found = fit(len(inputs), memory, sizes)
-        if found.ordinary or not core.joins or sizes.even:
+        if found.ordinary or not core.records_ranges or sizes.even:
             return found, sizes
         sizes = measured_for(found.schedule, sizes, core, inputs, state)
         if predict_peak_bytes(found.schedule, sizes) <= found.budget_bytes:

@@ -19,7 +19,7 @@ from retrograde.sizes.ordinary import FEW_BYTES, FEW_STEPS
 from retrograde.units import Memory
 
 if TYPE_CHECKING:
-    from retrograde.kernels.cpu_layer import Forward
+    from retrograde.kernels.cpu.layer import Forward
 
 
 def room_for(weights: Weights, x: Tensor) -> Kept | None:

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from retrograde.plan.fit import in_one_range
-from retrograde.recurrent.bytes import Means
+from retrograde.recurrent.bytes import Backend
 from retrograde.recurrent.core import HeldLayers
 from retrograde.recurrent.dropout import Dropout
 from retrograde.recurrent.plan import HeldPlan
 from retrograde.recurrent.spans import scan_lengths, sequential_block
 from retrograde.recurrent.vendor import Kernel, Layers, one_by_one, run_alive, run_torch
-from retrograde.replay.surroundings import Ambient
+from retrograde.replay.surroundings import Surroundings
 from retrograde.replay.trees import Tensors
 from retrograde.run.autograd import run_schedule
 from retrograde.run.autograd_core import AutogradCore
@@ -38,7 +38,7 @@ class Fused(AutogradCore):
         self, net: Layers, kernel: Kernel = run_torch, dropout: Dropout | None = None
     ) -> None:
         self.net, self.kernel, self.dropout = net, kernel, dropout
-        self.ambient = Ambient(net.weights[0].device)
+        self.surroundings = Surroundings(net.weights[0].device)
 
     @cached_property
     def parameters(self) -> Tensors:
@@ -52,7 +52,7 @@ class Fused(AutogradCore):
         y, after = run_alive(run, self.net, x, state, next(leaves, None))
         return [y], after
 
-    def carry(self, inputs: Tensors, state: Tensors) -> Tensors:
+    def next_state(self, inputs: Tensors, state: Tensors) -> Tensors:
         return self(inputs, state)[1]
 
 
@@ -84,8 +84,8 @@ def run_held(
     rows, batch = Rows(len(x) if sizes is None else len(sizes), sizes), state[0].shape[1]
     plan = held_plan(net, rows.length, batch, scans=scans)
     if lightly:
-        placed: Means = "in place"
-        plan = HeldPlan(batch, onward=placed, back=(placed,) * net.count)
+        placed: Backend = "in place"
+        plan = HeldPlan(batch, forward_by=placed, backward_by=(placed,) * net.count)
     core = HeldLayers(net, rows, batch, plan)
     if not torch.is_grad_enabled() and not net.both:
         (y,) = outputs = core.room(rows.read([x]))

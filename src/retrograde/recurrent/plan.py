@@ -18,7 +18,7 @@ from math import ceil, inf
 from retrograde.kernels.cells import GATES
 from retrograde.plan.fit import Curve, Fit, Footprint, fit, refusal, whole_fit
 from retrograde.plan.steps.closed_form import hsm_cost
-from retrograde.recurrent.bytes import Layer, Means
+from retrograde.recurrent.bytes import Backend, Layer
 from retrograde.recurrent.spans import Sequences
 from retrograde.sizes.footprint import HEAP_BYTES
 from retrograde.units import Memory, as_bytes, asks_for_all
@@ -49,16 +49,16 @@ _THREAD_ROWS = 128  # the most rows that a thread of a backward pass buffers
 class HeldPlan:
     """How held layers run: in spans of ``block`` rows, with gates kept for the last steps.
 
-    ``kept`` is the number of those steps in each track. ``onward`` runs all layers forward.
-    ``back`` names what backpropagates each layer, from the lowest up; if it is empty, loops
-    backpropagate all. ``chunk`` is the steps in a chunk of a scan; None for no scan. ``steps`` are
-    those of each span; if it is empty, spans are equally long.
+    ``kept`` is the number of those steps in each track. ``forward_by`` runs all layers
+    forward. ``backward_by`` names what backpropagates each layer, from the lowest up; if it is
+    empty, loops backpropagate all. ``chunk`` is the steps in a chunk of a scan; None for no scan.
+    ``steps`` are those of each span; if it is empty, spans are equally long.
     """
 
     block: int
     kept: int = 0
-    onward: Means = "loops"
-    back: tuple[Means, ...] = ()
+    forward_by: Backend = "loops"
+    backward_by: tuple[Backend, ...] = ()
     chunk: int | None = None
     steps: tuple[int, ...] = ()
 
@@ -76,7 +76,7 @@ class Planner:
     Attributes:
         layers: in one direction they are one recurrence; in two, each is a recurrence of its own.
         most: the rows of a span that the cache allows.
-        extra: bytes that may be added at any moment.
+        extra: the reserve: bytes that can appear on top of any other peak.
         copied: bytes of weights' copies in the vendor's layout, and of sums for frozen weights.
         gradient_copy: bytes per step that torch's own pass takes in addition.
         torchs: whether torch's own module can run this.
@@ -118,12 +118,12 @@ class Planner:
         budget = ordinary if memory is None else as_bytes(memory, ordinary)
         least, length = self.least_bytes(lengths), lengths.length
         may = ordinary < least or (budget >= ordinary and self._lags(lengths))
-        vendors = self.layers[0].onward == "torch" and asks_for_all(memory)
+        vendors = self.layers[0].forward_by == "torch" and asks_for_all(memory)
         if exact is not None and self.torchs and may and not vendors:
             ordinary = max(ordinary, exact() - self.gradient_copy * length)
             budget = ordinary if memory is None else as_bytes(memory, ordinary)
         usual = ordinary + self.gradient_copy * length + self.extra + self.masks
-        if self.layers[0].onward == "torch":
+        if self.layers[0].forward_by == "torch":
             # A caller that drops the final state is not handed it. Then torch holds that state,
             # zeros for its gradient, and the gradient of the initial state.
             usual += 3 * sum(layer.state for layer in self.layers)
@@ -153,10 +153,10 @@ class Planner:
         return [n * batch for n in sorted({1, *found}, reverse=True) if n <= longest]
 
     def _run_by(self, plan: HeldPlan) -> list[list[Layer]]:
-        """Return the layers of every recurrence, with a plan's ``onward`` and ``back``."""
-        back: cycle[Means] = cycle(plan.back or ("loops",))
-        pairs = zip(self.layers, back, strict=False)
-        layers = [replace(layer, onward=plan.onward, back=means) for layer, means in pairs]
+        """Return the layers of every recurrence, run as a plan says."""
+        backends: cycle[Backend] = cycle(plan.backward_by or ("loops",))
+        pairs = zip(self.layers, backends, strict=False)
+        layers = [replace(layer, forward_by=plan.forward_by, backward_by=by) for layer, by in pairs]
         return [[layer] for layer in layers] if self._both else [layers]
 
     @property
@@ -171,7 +171,7 @@ class Planner:
         wide = by_onednn and 4 * layer.size * (layer.size + layer.width) > _ONEDNN_WEIGHTS
         few = lengths.length < _FEW_STEPS["oneDNN" if by_onednn else layer.kind]
         few = few and lengths.rows * layer.size <= _FEW_STATES
-        return not self.masks and (wide or layer.onward == "torch" or few)
+        return not self.masks and (wide or layer.forward_by == "torch" or few)
 
     def _fastest(
         self, lengths: Sequences, budget: int, told: dict[str, int]
@@ -191,7 +191,7 @@ class Planner:
                 plan = self._keeping(lengths, replace(means, block=block), budget)
                 if plan is not None:
                     again = self._again(lengths, plan) / lengths.length
-                    time = self._pass_time(lengths, plan, onward=1.0, again=again)
+                    time = self._pass_time(lengths, plan, 1.0, again)
                     if time < least:
                         best, least = plan, time
             if best is not None and best.block == blocks[0] and not best.steps:
@@ -209,16 +209,16 @@ class Planner:
         without, and slower.
         """
         layer, count = self.layers[0], 1 if self._both else len(self.layers)
-        if layer.onward == "torch":
-            return [HeldPlan(0, onward="torch", back=tuple([layer.onward] * count))]
-        sweeps: tuple[Means, ...] = tuple(["sweeps"] * count)
-        placed: tuple[Means, ...] = tuple(["in place"] * count)
+        if layer.forward_by == "torch":
+            return [HeldPlan(0, forward_by="torch", backward_by=(layer.forward_by,) * count)]
+        sweeps: tuple[Backend, ...] = tuple(["sweeps"] * count)
+        placed: tuple[Backend, ...] = tuple(["in place"] * count)
         found = [HeldPlan(0)]
         if layer.loops:
-            found.append(HeldPlan(0, back=sweeps))
+            found.append(HeldPlan(0, backward_by=sweeps))
         for lower in range(1, count + 1):
-            found.append(HeldPlan(0, back=placed[:lower] + sweeps[lower:]))
-        return [*found, HeldPlan(0, onward="in place", back=placed)]
+            found.append(HeldPlan(0, backward_by=placed[:lower] + sweeps[lower:]))
+        return [*found, HeldPlan(0, forward_by="in place", backward_by=placed)]
 
     def _in_ranges(
         self, lengths: Sequences, blocks: list[int], budget: int, told: dict[str, int]
@@ -254,7 +254,7 @@ class Planner:
         """Return the plan with the longest spans that fit beside the marks before them, or None."""
         layers, batch = self._run_by(plan)[0], self.layers[0].batch
         mark, most = sum(one.mark(1) for one in layers), plan.block // batch
-        if self._both or lengths.offsets is not None or plan.onward == "torch":
+        if self._both or lengths.offsets is not None or plan.forward_by == "torch":
             return None
 
         @cache
@@ -291,25 +291,23 @@ class Planner:
         while (room := budget - sizes.overhead_bytes(min(steps, length))) >= 0:
             ranges = -(-length // steps)
             runs = int(hsm_cost(ranges, 1 + room // sizes.state_bytes))
-            more, onward, again = runs / ranges - 1, 1.0, 0.0
+            more, passes, again = runs / ranges - 1, 1.0, 0.0
             if len(self.layers) > 1:
-                onward += more
+                passes += more
                 again += lstm
             elif lstm:
                 again += more + (steps > span)
             calls = (runs + ranges) * (_CALL * len(self.layers) + 1e-3 * weights)
-            time = self._pass_time(lengths, plan, onward=onward, again=again) + calls
+            time = self._pass_time(lengths, plan, passes, again) + calls
             best, steps = min(best, time), 2 * steps
             if ranges == 1:
                 break
         return best
 
-    def _pass_time(
-        self, lengths: Sequences, plan: HeldPlan, *, onward: float, again: float
-    ) -> float:
+    def _pass_time(self, lengths: Sequences, plan: HeldPlan, passes: float, again: float) -> float:
         """Return the nominal microseconds of a forward and a backward pass.
 
-        ``onward`` counts forward passes step by step. ``again`` is the share of gates that products
+        ``passes`` counts forward passes step by step. ``again`` is the share of gates that products
         recompute.
         """
         spans, total = len(plan.steps) or lengths.spans(plan.block), 0.0
@@ -319,12 +317,12 @@ class Planner:
             recurrent = 2 * gates * size**2 * lengths.rows / _RATE
             run = 2 * weights * lengths.rows / _RATE + _ELEMENT * lengths.rows * gates * size
             each, of_weight = _SPAN[layer.loops]
-            total += (again + onward - 1) * run + spans * (each + of_weight * weights)
-            if plan.onward == "in place":
-                total += onward * (_IN_PLACE + _FEW_UNITS / size) * recurrent
-            if layer.back == "in place":
+            total += (again + passes - 1) * run + spans * (each + of_weight * weights)
+            if plan.forward_by == "in place":
+                total += passes * (_IN_PLACE + _FEW_UNITS / size) * recurrent
+            if layer.backward_by == "in place":
                 total += _BACK_IN_PLACE * recurrent
-            if layer.kind == "GRU" and plan.back and not layer.loops:
+            if layer.kind == "GRU" and plan.backward_by and not layer.loops:
                 total += _SWEEPS * run
         return total
 

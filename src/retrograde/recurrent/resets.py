@@ -18,7 +18,7 @@ from retrograde.replay.trees import Tensors
 
 
 @dataclass(frozen=True)
-class Anew:
+class SequenceResets:
     """Where the samples of a recurrence begin anew.
 
     ``starts`` has a bool tensor for each track, (T, B, 1) or packed (rows, 1), true before a step
@@ -34,10 +34,10 @@ class Anew:
         """The states side by side, (layers · tracks, B, n)."""
         return torch.cat([s.detach() for s in self.state], -1)
 
-    def divided(self) -> list["Anew"]:
+    def divided(self) -> list["SequenceResets"]:
         """Return the same for each layer of two directions, as a recurrence of its own."""
         parts = zip(*(s.split(2) for s in self.state), strict=True)
-        return [Anew(self.starts, [*own]) for own in parts]
+        return [SequenceResets(self.starts, [*own]) for own in parts]
 
 
 def read_starts(reset: Any, input: Any, batch_first: bool, both: bool) -> Tensors:

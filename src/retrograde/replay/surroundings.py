@@ -118,14 +118,14 @@ class _Cut(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Marks:
-    """What surrounded a call, besides what its :meth:`Ambient.capture` copies."""
+    """What surrounded a call, besides what its :meth:`Surroundings.capture` copies."""
 
     switches: Switches
     modes: list[Any]
 
 
 @dataclass(frozen=True)
-class Ambient:
+class Surroundings:
     """The surroundings that matter to one call, as a trial found them.
 
     Attributes:

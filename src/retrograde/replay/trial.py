@@ -32,9 +32,9 @@ from retrograde.replay.fingerprints import fingerprints
 from retrograde.replay.generators import Source, sources
 from retrograde.replay.referents import TABLES, Referents, find_referents
 from retrograde.replay.surroundings import (
-    Ambient,
     Left,
     Slot,
+    Surroundings,
     changed_values,
     muted_hooks,
     muted_modules,
@@ -53,13 +53,13 @@ class Trial(Generic[T]):
     """The result of a trial call, and the surroundings that it depends on."""
 
     value: T
-    ambient: Ambient
+    surroundings: Surroundings
     mark: int  # autograd's sequence number when it began
 
     @property
     def found(self) -> Referents:
         """The objects that the call refers to."""
-        return self.ambient.found
+        return self.surroundings.found
 
 
 def try_out(
@@ -85,7 +85,7 @@ def try_out(
             trial.rewind()
             restore_values(changed_values(found, trial.before))
             raise
-        return Trial(value, trial.ambient(), mark)
+        return Trial(value, trial.surroundings(), mark)
 
 
 class _Trial(Generic[T]):
@@ -208,7 +208,7 @@ class _Trial(Generic[T]):
         names = [t.requires_grad for t in results], [g is None for g in kept], len(leaves)
         return *names, fingerprints(results), fingerprints(g for g in kept if g is not None)
 
-    def ambient(self) -> Ambient:
+    def surroundings(self) -> Surroundings:
         """Return the surroundings, after putting back what every call changes."""
         self.rewind()
         ours = {(id(slot.holder), slot.key) for slot in self.changing}
@@ -216,7 +216,7 @@ class _Trial(Generic[T]):
         before = {s: value for s, value in since.items() if (id(s.holder), s.key) in ours}
         restore_values(before)
         slots = (*before,)
-        return Ambient(
+        return Surroundings(
             self.device,
             sources=(*self.drawn,),
             buffers=self.written.changed(),
@@ -319,7 +319,7 @@ class _Owner:
             self.changed = True
             if self.whole:
                 device = torch.device("cpu")
-                Ambient(device, buffers=tuple(self.noted)).restore(tuple(self.values))
+                Surroundings(device, buffers=tuple(self.noted)).restore(tuple(self.values))
         elif self.mode is not None:
             _UNWRITTEN.update((t, (self.mode, version(t))) for t in self.large)
 

@@ -134,8 +134,8 @@ class _Recurrence(torch.autograd.Function):
         device = tensors[0].device
         ctx.autocast, ctx.casts = autocast_as_now(device), torch.is_autocast_enabled(device.type)
         ctx.same = [next(i for i, s in enumerate(state) if s is t) for t in state]
-        ctx.before = core.ambient.capture()
-        ctx.marks = core.ambient.marks()
+        ctx.before = core.surroundings.capture()
+        ctx.marks = core.surroundings.marks()
         outputs = _Outputs(core, layout)
         outputs.tensors = held = core.room(layout.read(inputs))
         with ctx.autocast:
@@ -146,7 +146,7 @@ class _Recurrence(torch.autograd.Function):
                 "the cell wrote in place to an input, an initial state or a parameter during the "
                 "forward pass: expected them to stay as they are; return new tensors instead"
             )
-        core.ambient.cut()
+        core.surroundings.cut()
         ctx.versions = versions[n_inputs + n_state :]
         ctx.n_held = len(held)
         ctx.save_for_backward(*held, *inputs, *state)
@@ -193,7 +193,7 @@ class _Recurrence(torch.autograd.Function):
             try:
                 if not ctx.fresh:
                     with run.without_trace():
-                        run.core.ambient.restore(ctx.before)
+                        run.core.surroundings.restore(ctx.before)
                         run.forward(read, [state[i] for i in ctx.same], discard)
                 ctx.fresh = False
                 run.backward(read, gradients)

@@ -81,7 +81,7 @@ class AutogradCore(Core):
     def __call__(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
         """Run one step, or a fused range: outputs, and the state after it."""
 
-    def again(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
+    def rerun(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
         """As a call, for steps that ran before, and were checked then."""
         return self(inputs, state)
 
@@ -89,10 +89,10 @@ class AutogradCore(Core):
         self, emit: Emit | None
     ) -> "Callable[[Tensors, Tensors], tuple[Tensors, Tensors]]":
         """Return how to run steps: those that run again were checked when they first ran."""
-        return self.again if emit is None or isinstance(emit, Prints) else self
+        return self.rerun if emit is None or isinstance(emit, Prints) else self
 
     @abstractmethod
-    def carry(self, inputs: Tensors, state: Tensors) -> Tensors:
+    def next_state(self, inputs: Tensors, state: Tensors) -> Tensors:
         """As a call, but return the state only; work for the outputs alone may be skipped."""
 
     @property
@@ -105,11 +105,11 @@ class AutogradCore(Core):
         return None
 
     @property
-    def joins(self) -> bool:
-        return self.fused or not self.ambient.moves
+    def records_ranges(self) -> bool:
+        return self.fused or not self.surroundings.moves
 
     def cuts(self, actions: Iterable[Action], length: int) -> Sequence[int]:
-        if self.fused or not self.joins:
+        if self.fused or not self.records_ranges:
             return super().cuts(actions, length)
         loaded = {a.at for a in actions if isinstance(a, Load)}
         return sorted(loaded | {a.start for a in actions if isinstance(a, Backward)})
@@ -122,7 +122,7 @@ class AutogradCore(Core):
             if self.fused:
                 with torch.no_grad():
                     if emit is None:
-                        state = self.carry(inputs[start:stop], state)
+                        state = self.next_state(inputs[start:stop], state)
                     else:
                         outputs, state = self(inputs[start:stop], state)
                         emit(start, stop, outputs)
@@ -145,7 +145,7 @@ class AutogradCore(Core):
                 if records and k > start:
                     state = each_once(renewed, state)
                 if emit is None:
-                    state = self.carry(x, state)
+                    state = self.next_state(x, state)
                     continue
                 before = operations()
                 outputs, state = self(x, state)
@@ -204,7 +204,7 @@ class AutogradCore(Core):
             output_edges=output_edges,
             state_edges=state_edges,
             state_after=after,
-            ambient_after=self.ambient.capture(),
+            ambient_after=self.surroundings.capture(),
         )
 
     def backpropagate(self, tape: Tape, gradients: Gradients) -> None:
@@ -303,12 +303,12 @@ def _seeded(
         for alias, part in reversed([*zip(core.aliases, parts, strict=True)]):
             if alias is not None:
                 found.append((tape.entries[alias], part))
-    parts = gradients.outputs if core.sums else gradients.of_outputs(index)
+    parts = gradients.outputs if core.output_is_total else gradients.of_outputs(index)
     outputs = [*zip(tape.output_edges, core.aliases, parts, strict=True)]
     for edge, alias, part in reversed(outputs):
         if joint and part is not None and edge is not None:
             node: Any = edge.node
-            node.gradient = (part.expand(steps) if core.sums else part).unbind()
+            node.gradient = (part.expand(steps) if core.output_is_total else part).unbind()
             found.append((edge, _NOTHING))
         elif alias is None or tape.stop == gradients.length:
             found.append((edge, part))

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 
 from retrograde.errors import CellError, RetrogradeError
-from retrograde.replay.surroundings import Ambient, Snapshot
+from retrograde.replay.surroundings import Snapshot, Surroundings
 from retrograde.replay.trees import Tensors
 from retrograde.run.layout import Inputs, Layout
 from retrograde.run.prints import Prints
@@ -83,16 +83,16 @@ class Core(ABC):
     """A recurrence on flat lists of tensors, as the executor runs it.
 
     A ``fused`` core takes a range of steps in a call, time first, rather than one step. If it
-    ``sums``, an output is a tensor to sum over calls, rather than a part for each step. If it
-    ``strides``, advances with only a store between them may be one call.
+    ``output_is_total``, an output is a tensor to sum over calls, rather than a part for each step.
+    If it ``advances_many``, one call may run several advances, and save states between.
     """
 
     fused = True
-    sums = False
-    strides = False
+    output_is_total = False
+    advances_many = False
     stepwise = False  # states require a gradient, and have a history, as in the plain loop
     settled = Settled()  # of a cell, what its steps have shown
-    ambient: Ambient  # the surroundings that a step depends on
+    surroundings: Surroundings  # the surroundings that a step depends on
 
     @property
     @abstractmethod
@@ -100,7 +100,7 @@ class Core(ABC):
         """Every tensor, besides inputs and state, that receives a gradient."""
 
     @property
-    def joins(self) -> bool:
+    def records_ranges(self) -> bool:
         """Whether a tape can have several steps of a range."""
         return self.fused
 
@@ -115,7 +115,7 @@ class Core(ABC):
 
     def cuts(self, actions: Iterable[Action], length: int) -> Sequence[int]:
         """Return the steps at which a recording is divided into tapes, ascending."""
-        return () if self.joins else range(length)
+        return () if self.records_ranges else range(length)
 
     @abstractmethod
     def advance(

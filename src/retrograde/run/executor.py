@@ -33,7 +33,7 @@ class _Later:
     start: int
     stop: int
     state: Tensors
-    ambient: Snapshot
+    surroundings: Snapshot
     state_after: Tensors = field(default_factory=list)
     ambient_after: Snapshot = ()
 
@@ -90,16 +90,16 @@ class Run:
     @contextmanager
     def surrounded(self, then: Marks) -> Iterator[None]:
         """Set modes and switches in a block to what they were in the forward pass."""
-        with as_then(self.core.ambient.modes, then.modes), then.switches.as_then():
+        with as_then(self.core.surroundings.modes, then.modes), then.switches.as_then():
             yield
 
     @contextmanager
     def without_trace(self) -> Iterator[None]:
         """Run steps again in a block, and restore what they draw and change, if they do."""
-        ambient = self.core.ambient
-        changes = ambient.moves or ambient.changing or ambient.growing
+        surroundings = self.core.surroundings
+        changes = surroundings.moves or surroundings.changing or surroundings.growing
         try:
-            with ambient.without_trace() if changes else nullcontext():
+            with surroundings.without_trace() if changes else nullcontext():
                 yield
         except RuntimeError as error:  # others may be those of a caller that reads inputs
             raise_again(error, f"a step of the cell after step {self.position}")
@@ -116,12 +116,12 @@ class Run:
             case Store(at):
                 with torch.enable_grad():
                     state = each_once(renewed, self.state) if at == 0 else self.state
-                self.stored[at] = state, self.core.ambient.capture()
+                self.stored[at] = state, self.core.surroundings.capture()
             case Record(start, stop):
                 self._record(inputs, start, stop, emit)
             case Load(at):
-                self.state, ambient = self._kept(at)
-                self.core.ambient.restore(ambient)
+                self.state, surroundings = self._kept(at)
+                self.core.surroundings.restore(surroundings)
                 self.position = at
             case Free(at):
                 del self.stored[at]
@@ -132,7 +132,7 @@ class Run:
         if not settled.planned:
             self._record_all(inputs, start, stop, emit)
             return
-        later = _Later(start, stop, self.state, self.core.ambient.capture())
+        later = _Later(start, stop, self.state, self.core.surroundings.capture())
         if settled.at_once(stop - start) < stop - start:
             self._put_off(inputs, later, emit)
             return
@@ -157,10 +157,10 @@ class Run:
 
     def _put_off(self, inputs: Inputs, later: "_Later", emit: Emit | None) -> None:
         """Run a range without recording it; it is recorded in pieces when it is backpropagated."""
-        self.core.ambient.restore(later.ambient)
+        self.core.surroundings.restore(later.surroundings)
         with torch.no_grad():
             (after,) = self.core.advance(inputs, later.start, [later.stop], later.state, emit)
-        later.state_after, later.ambient_after = after, self.core.ambient.capture()
+        later.state_after, later.ambient_after = after, self.core.surroundings.capture()
         self.tapes.append(later)
         self.state, self.position = after, later.stop
 
@@ -175,7 +175,7 @@ class Run:
             while stop > tape.start:
                 a = max(tape.start, stop - self.core.settled.at_once(tape.stop - tape.start))
                 with self.without_trace():
-                    self.core.ambient.restore(tape.ambient)
+                    self.core.surroundings.restore(tape.surroundings)
                     self.state = tape.state
                     if a > tape.start:
                         with torch.no_grad():
@@ -189,7 +189,7 @@ class Run:
         """Perform an ``Advance``, and with it those that follow directly after a ``Store``. The
         core must allow them in one call."""
         stops = [cast(Advance, self.actions[self.done - 1]).stop]
-        while self.core.strides and isinstance(self.actions[self.done], Store):
+        while self.core.advances_many and isinstance(self.actions[self.done], Store):
             after = self.actions[self.done + 1]
             if not isinstance(after, Advance):
                 break
@@ -201,7 +201,7 @@ class Run:
         *between, (self.position, self.state) = zip(stops, states, strict=True)
         del states
         for at, state in between:
-            self.stored[at] = state, self.core.ambient.capture()
+            self.stored[at] = state, self.core.surroundings.capture()
 
     def _tapes(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the ranges that a recording is divided into. They are loaded or consumed one by

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from retrograde.errors import RetrogradeError
 from retrograde.replay.fingerprints import Fingerprint, fingerprint, verify
-from retrograde.replay.surroundings import Ambient
+from retrograde.replay.surroundings import Surroundings
 from retrograde.replay.trees import Tensors
 
 _MOST = 4096
@@ -27,12 +27,12 @@ class Prints:
 
     length: int
     turn: int
-    ambient: Ambient
+    surroundings: Surroundings
     per_call: int = 1
     found: dict[int, list[Fingerprint]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        most = _MOST_ON_A_GPU if self.ambient.device.type == "cuda" else _MOST
+        most = _MOST_ON_A_GPU if self.surroundings.device.type == "cuda" else _MOST
         self.stride = max(_SHARE if self.turn else 1, -(-self.length // most))
 
     def covers(self, start: int, stop: int) -> bool:
@@ -58,7 +58,7 @@ class Prints:
         if self.per_call > 1:
             first = call * self.per_call
             steps = f"one of the steps {first} … {first + self.per_call - 1}"
-        return self.ambient.differs(f"{steps} of the cell")
+        return self.surroundings.differs(f"{steps} of the cell")
 
 
 def _each(outputs: Iterable[Tensor], state: Iterable[Tensor]) -> Tensors:

@@ -51,7 +51,7 @@ def run_stream(
     Raises:
         CellError: a property of the core found at one step does not hold at another.
     """
-    device = core.ambient.device
+    device = core.surroundings.device
     inputs = stream if progress is None else _Counted(stream, progress, _work(schedule))
     gradients = _Streamed(
         outputs=[torch.ones((), dtype=torch.float64, device=device)],
@@ -67,12 +67,12 @@ def run_stream(
     )
     total = torch.zeros((), dtype=torch.float64, device=device)
     mine = [*state, *core.parameters, *(t for t in stream.source.trained if t is not None)]
-    versions, marks = [version(t) for t in mine], core.ambient.marks()
+    versions, marks = [version(t) for t in mine], core.surroundings.marks()
     run = Run(core, schedule, len(stream), prints=core.prints(len(stream)))
     with autocast_as_now(device), muted_hooks([*core.parameters, *state]):
         after = run.forward(inputs, state, lambda _, __, values, *___: _add(total, values))
         gradients.states = [None] * len(after)
-        core.ambient.cut()
+        core.surroundings.cut()
         with run.surrounded(marks):
             run.backward(inputs, gradients)
             core.complete()

@@ -2,7 +2,7 @@
 
 Every allocation and release is counted, those inside kernels included. Nothing is sampled, so the
 peak is exact. On CUDA the bytes are the requests in the allocator's own history, of all threads
-(:mod:`retrograde.sizes.requests`). Elsewhere they are the memory events of torch's profiler.
+(:mod:`retrograde.sizes.cuda_history`). Elsewhere they are the memory events of torch's profiler.
 
 That sees the calling thread only. The process has one such profiler, so threads take turns. If the
 user already runs it, torch's older profiler serves, on a thread of its own, since the two do not
@@ -38,7 +38,7 @@ from torch.autograd import profiler
 
 from retrograde.machine import MEASURING, unpacked
 from retrograde.replay.switches import Switches
-from retrograde.sizes.requests import Event, requests
+from retrograde.sizes.cuda_history import Event, requests
 from retrograde.units import format_bytes
 
 T = TypeVar("T")

@@ -83,9 +83,9 @@ def footprint(
     that exceed both :data:`FEW_STEPS` steps and :data:`FEW_BYTES` bytes stay within the budget
     ``memory``.
     """
-    length, device = len(inputs), core.ambient.device
+    length, device = len(inputs), core.surroundings.device
     begins = state if first is None else first
-    with core.ambient.measured(), muted_hooks([*core.parameters, *begins]):
+    with core.surroundings.measured(), muted_hooks([*core.parameters, *begins]):
         if not ran:  # a first call's permanent allocations do not count
             _measure_range(core, inputs, state, 1)
         final = 0
@@ -103,7 +103,7 @@ def footprint(
                 break
         # Two steps may take more than one, if a state is a view, or if a step leaves something
         # behind.
-        further = 0 if length < 2 or core.joins else _advance_bytes(core, inputs, state, 2)
+        further = 0 if length < 2 or core.records_ranges else _advance_bytes(core, inputs, state, 2)
         more = 0
         if [*map(like_of, begins)] != [*map(like_of, state)]:
             more = _measure_range(core, inputs, begins, 1).above(points[1])
@@ -114,7 +114,7 @@ def footprint(
         trial = _first_step_bytes(core, single, begins)
     # A state's plain numbers become tensors of ours, before the call and after it.
     numbers = 2 * sum(_rounded(t) for t in begins if not t.dim())
-    if not core.joins:  # ranges are single steps: only held bytes grow
+    if not core.records_ranges:  # ranges are single steps: only held bytes grow
         one = replace(points[1], advance=max(points[1].advance, further))
         for n in (2, 3):
             points[n] = replace(one, held=n * one.held, record=one.record + (n - 1) * one.held)
@@ -126,13 +126,13 @@ def footprint(
 
     gradient = sum(_rounded(t) for t in state if t.is_floating_point() or t.is_complex())
     gradient *= 2 if core.fused else 1  # a kernel may need zeros where a state has no gradient
-    ambient = sum(_rounded(t) for t in core.ambient.capture() if isinstance(t, Tensor))
-    gradient += ambient  # restored after the last recomputation
-    if core.sums:  # the loss's own gradient
+    surroundings = sum(_rounded(t) for t in core.surroundings.capture() if isinstance(t, Tensor))
+    gradient += surroundings  # restored after the last recomputation
+    if core.output_is_total:  # the loss's own gradient
         gradient += _rounded(torch.ones((), dtype=torch.float64, device=device))
     return Footprint(
         # A cell without a state is planned as if its state took one byte.
-        state_bytes=(max(stored, sum(map(_rounded, state))) + ambient) or 1,
+        state_bytes=(max(stored, sum(map(_rounded, state))) + surroundings) or 1,
         advance=curve("advance"),
         held=curve("held"),
         record=curve("record"),
@@ -140,12 +140,12 @@ def footprint(
         ordinary=ordinary,
         gradient_bytes=gradient,
         heap_bytes=HEAP_BYTES if core.fused and device.type == "cpu" else None,
-        record_steps=_RECORD_STEPS if core.joins and not core.fused else 0.0,
-        scheduled=core.sums,
+        record_steps=_RECORD_STEPS if core.records_ranges and not core.fused else 0.0,
+        scheduled=core.output_is_total,
         unit=f"blocks of {blocks.size} steps" if blocks else "steps",
         even=told is not None,
         # The surroundings at the beginning of the call are kept for a second backward pass.
-        call_bytes=more + (0 if core.sums else ambient),
+        call_bytes=more + (0 if core.output_is_total else surroundings),
         final_bytes=final,
         trial_bytes=trial + numbers,
         extra_bytes=numbers,
@@ -160,16 +160,16 @@ def _ordinary(
     A loss of the final state may add bytes, and so may copies of gradients that are expanded
     scalars.
     """
-    told = apart(lambda: outputs_tell(core, inputs, state), core.ambient.device)
+    told = apart(lambda: outputs_tell(core, inputs, state), core.surroundings.device)
 
     def measured(steps: int) -> tuple[int, int]:
         return ordinary_bytes(core, inputs, state, steps, whole=not told)
 
-    few = core.joins and not (core.fused or core.numbers)
+    few = core.records_ranges and not (core.fused or core.numbers)
     curve = ordinary_curve(measured, len(inputs), memory, few=few)
     shortest = min(2, len(inputs))
     sizes = [
-        ordinary_bytes(core, inputs, state, shortest, whole=not core.sums, like=like)
+        ordinary_bytes(core, inputs, state, shortest, whole=not core.output_is_total, like=like)
         for like in (torch.ones_like, expanded)
     ]
     return curve, max(0, max(map(max, sizes)) - curve(shortest))
@@ -177,7 +177,7 @@ def _ordinary(
 
 def step_bytes(core: AutogradCore, inputs: Inputs, state: Tensors) -> Hashable:
     """Return one step's bytes, measured quickly to check whether a known footprint still holds."""
-    with core.ambient.measured(), muted_hooks(core.parameters):
+    with core.surroundings.measured(), muted_hooks(core.parameters):
         if core.fused or core.per_call > 1:  # others were rehearsed
             _measure_range(core, inputs, state, 1)
         return _measure_range(core, inputs, state, 1)
@@ -214,7 +214,7 @@ def _lengths(core: Core) -> tuple[int, ...]:
     """
     if core.fused:
         return 1, 2, 4, 16, 64
-    return (1, 2, 4, 3) if core.joins else (1,)
+    return (1, 2, 4, 3) if core.records_ranges else (1,)
 
 
 def _evenly(core: Core, inputs: Inputs, points: dict[int, _Bytes]) -> dict[int, _Bytes] | None:
@@ -222,8 +222,8 @@ def _evenly(core: Core, inputs: Inputs, points: dict[int, _Bytes]) -> dict[int, 
 
     If every further step of a cell takes what the steps before it took, no longer range has to be
     measured. The gradients of a range's inputs are held twice, beside these as they were read, and
-    grow with its length. The peak may hide that growth, while the bytes that the tape holds shrink.
-    A number in the state may make a later step different.
+    grow with its length. The peak stays flat where a larger earlier allocation covers it, while the
+    bytes that the tape holds shrink. A number in the state may make a later step different.
     """
     cell = isinstance(core, AutogradCore) and not core.fused and not core.numbers
     if not cell or max(points) < 4:
@@ -233,7 +233,7 @@ def _evenly(core: Core, inputs: Inputs, points: dict[int, _Bytes]) -> dict[int, 
     later = [(y - x) / (last - n) for x, y in zip(b, c, strict=True)]
     held, record = map(int, later[1:3])
     wanted = [x for x, wants in zip(inputs[0], inputs.differentiable, strict=True) if wants]
-    read = measure(lambda: inputs[0:1], device=core.ambient.device).retained_bytes
+    read = measure(lambda: inputs[0:1], device=core.surroundings.device).retained_bytes
     unseen = max(0, read + 2 * sum(map(_rounded, wanted)) - held)
     if later[:3] != [0, *before[1:3]] or later[3] > unseen:
         return None
@@ -256,7 +256,7 @@ def measured_for(
     """Correct a footprint by measuring exactly those lengths that a schedule will use."""
     advances = {a.stop - a.start for a in schedule if isinstance(a, Advance)}
     records = {a.stop - a.start for a in schedule if isinstance(a, Record)}
-    with core.ambient.measured(), muted_hooks(core.parameters):
+    with core.surroundings.measured(), muted_hooks(core.parameters):
         unknown = sorted(advances - {L for L, _ in sizes.advance.points})
         # A cell's range is single steps, so no shorter range takes more than the longest.
         lengths = unknown if core.fused else unknown[-1:]
@@ -276,7 +276,7 @@ def measured_for(
 
 
 def _advance_bytes(core: Core, inputs: Inputs, state: Tensors, steps: int) -> int:
-    device = core.ambient.device
+    device = core.surroundings.device
     emit = noting([])  # as in the first sweep, which runs the whole core
     return measure(lambda: core.advance(inputs, 0, [steps], state, emit), device=device).peak_bytes
 
@@ -298,7 +298,7 @@ def _first_step_bytes(core: Core, inputs: Inputs, state: Tensors) -> int:
         x = [t.detach().requires_grad_(wanted) for t, wanted in pairs]
         return x, core.try_first(x, state)
 
-    return measure(call, device=core.ambient.device).peak_bytes
+    return measure(call, device=core.surroundings.device).peak_bytes
 
 
 def _measure_range(core: Core, inputs: Inputs, state: Tensors, steps: int) -> _Bytes:
@@ -309,13 +309,13 @@ def _measure_range(core: Core, inputs: Inputs, state: Tensors, steps: int) -> _B
     gradients: list[Gradients] = []
 
     def sweep() -> None:
-        if core.ambient.changing:  # the previous step's leftovers are still there
+        if core.surroundings.changing:  # the previous step's leftovers are still there
             core.advance(inputs, 0, [1], state, noting(shapes))
         core.advance(inputs, 0, [steps], state, noting(shapes))
 
     def again() -> None:
         # What a cell leaves in an attribute must not be released while the next range is measured.
-        if core.ambient.changing:
+        if core.surroundings.changing:
             kept.append(core.record(inputs, 0, steps, state, None))
 
     def run() -> None:
@@ -330,12 +330,12 @@ def _measure_range(core: Core, inputs: Inputs, state: Tensors, steps: int) -> _B
         core.backpropagate(tapes.pop(), gradients[0])
 
     # Earlier leftovers are released first. Otherwise their release would count as free memory.
-    bar = core.ambient.release
+    bar = core.surroundings.release
     phases = [bar, sweep]
     # The first range of several steps has no gradients yet to add to.
     for begun in (True, False) if steps > 1 and not core.fused else (True,):
         phases += [bar, again, bar, run, partial(prepare, begun), back, gradients.clear]
-    found = measure_phases(phases, device=core.ambient.device)
+    found = measure_phases(phases, device=core.surroundings.device)
     backward = max(phase.peak() for phase in found[7::7])
     return _Bytes(found[1].peak(), found[5].growth(), found[5].peak(), backward)
 
@@ -360,7 +360,7 @@ def noting(shapes: Shapes) -> Emit:
 
 def gradients_like(core: Core, tape: Tape, shapes: Shapes, inputs: Inputs, steps: int) -> Gradients:
     """Return gradients of the most expensive layout: expanded scalars, which kernels must copy."""
-    device = core.ambient.device
+    device = core.surroundings.device
     return _Probe(
         outputs=[
             torch.ones((), dtype=dtype, device=device).expand(shape) for shape, dtype in shapes

@@ -98,8 +98,8 @@ def outputs_tell(core: AutogradCore, inputs: Inputs, state: Tensors) -> bool:
 
     Otherwise a loss may also depend on the final state.
     """
-    if core.fused or core.sums or len(inputs) < 2:
-        return core.fused or core.sums
+    if core.fused or core.output_is_total or len(inputs) < 2:
+        return core.fused or core.output_is_total
     with torch.enable_grad(), core.recording():
         _, after = core(inputs[0], [entry(t)[1] for t in state])
         outputs, _ = core(inputs[1], after)
@@ -127,7 +127,9 @@ def ordinary_bytes(
     It runs through the first ``steps`` steps. The gradient, made by ``like``, starts at the
     outputs, and if ``whole`` at the final state too.
     """
-    numbers = inputs[0:steps][-1:] if core.sums else []  # allocated here, not by the caller
+    numbers = (
+        inputs[0:steps][-1:] if core.output_is_total else []
+    )  # allocated here, not by the caller
     roots: Tensors = []
     leaves: Tensors = []
     handed: list[Any] = []
@@ -141,8 +143,8 @@ def ordinary_bytes(
             x[len(x) - len(numbers) :] = numbers
             pairs = each_once(entry, state)
             start = [leaf for leaf, _ in pairs]
-            run = run_ordinary if core.fused or not core.sums else _run_summing
-            with _casting_once(core.ambient.device):
+            run = run_ordinary if core.fused or not core.output_is_total else _run_summing
+            with _casting_once(core.surroundings.device):
                 outputs, after = run(core, x, [s for _, s in pairs])
             del pairs
         ends = [*outputs, *after] if whole else outputs
@@ -159,7 +161,7 @@ def ordinary_bytes(
         for one in (roots, leaves, handed):
             one.clear()
 
-    return measure_pass(forward, backward, drop, core.ambient.device)
+    return measure_pass(forward, backward, drop, core.surroundings.device)
 
 
 @contextmanager

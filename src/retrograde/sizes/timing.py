@@ -45,7 +45,7 @@ def time_steps(core: Core, inputs: Inputs, state: Tensors, repeats: int) -> Rang
 
     The executor's own functions run them.
     """
-    device, longest = core.ambient.device, min(_LONG, len(inputs) if core.fused else 1)
+    device, longest = core.surroundings.device, min(_LONG, len(inputs) if core.fused else 1)
     seconds: list[float] = []
 
     @contextmanager
@@ -65,7 +65,7 @@ def time_steps(core: Core, inputs: Inputs, state: Tensors, repeats: int) -> Rang
             core.backpropagate(tape, gradients)
 
     medians = []
-    with core.ambient.measured():
+    with core.surroundings.measured():
         for length in sorted({1, longest}):
             trial(length)  # a first call may allocate or compile
             seconds.clear()

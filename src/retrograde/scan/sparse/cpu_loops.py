@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from retrograde.kernels.lanes import LANES, Reals, compiled, like, load, spread, store
+from retrograde.kernels.cpu.llvm.lanes import LANES, Reals, compiled, like, load, spread, store
 
 _Ints = NDArray[np.int32]
 _Indices = NDArray[np.signedinteger[Any]]

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retrograde.kernels.team import Range, share
+from retrograde.kernels.cpu.llvm.threads import Range, share
 from retrograde.scan.sparse import cpu_loops as loops
 from retrograde.scan.sparse.pages import in_large_pages
 from retrograde.scan.sparse.pattern import Pattern

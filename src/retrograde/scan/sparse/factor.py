@@ -166,7 +166,7 @@ def _kron(left: Factor, right: Factor) -> Factor:
 def combined(left: tuple[Ints, Ints], right: tuple[Ints, Ints], scale: int) -> Ints:
     """Return left·scale + right for each entry of a Kronecker product, in the order of its rows.
     Each side is the offsets of its rows, and a number for each entry."""
-    from retrograde.kernels.team import ranges, share
+    from retrograde.kernels.cpu.llvm.threads import ranges, share
     from retrograde.scan.sparse.cpu_loops import kron
 
     rows = len(left[0]) - 1
@@ -184,7 +184,7 @@ def multiplied(left: Factor, right: Factor, most: int = MOST_ENTRIES) -> Factor:
         return left
     if left.kind == right.kind == "full":
         return full(left.rows, right.columns)
-    from retrograde.kernels.team import ranges, share
+    from retrograde.kernels.cpu.llvm.threads import ranges, share
     from retrograde.scan.sparse.cpu_loops import find_columns
 
     parts = ranges(left.rows, left.rows)

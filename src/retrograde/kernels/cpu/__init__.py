@@ -1,0 +1,1 @@
+"""Loops for a CPU, compiled by numba, and matrix products."""

@@ -1,0 +1,305 @@
+"""The loops of :mod:`retrograde.kernels.cpu.layer` that do a layer's whole backward pass.
+
+A thread takes its samples from the last step to the first, a few steps at a time. For these steps
+it computes slopes, the recurrence, and the products with inputs, states and weights. So
+intermediate results stay in the cache of one core. Each core passes on only its sums of the
+weights' gradients. Array names are those of ``sweep_loops`` and ``slope_loops``, and those of
+:class:`BackwardArrays`.
+"""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrograde.kernels.cpu import cells as cell
+from retrograde.kernels.cpu.llvm.lanes import (
+    LANES,
+    Reals,
+    compiled,
+    inlined,
+    load,
+    load_each,
+    store,
+    store_each,
+)
+from retrograde.kernels.cpu.llvm.tiles import PANEL, product, whole_vectors
+
+# Gate gradients are buffered per thread, in rows (one row is one step of one sample). The buffer is
+# halved at four samples or fewer, where it would dominate.
+_ROWS = 64
+_ROWS_OF_FEW = 32
+_FEW = 4
+
+
+class BackwardArrays(NamedTuple):
+    """What the backward pass of a block reads and writes, whatever the cell."""
+
+    x: Reals  # (L, B, I), the inputs
+    before: Reals  # (L, B, H), h before each step
+    inputs: Reals  # the input weights (K·H, I), in panels or, if small, (1, K·H, I)
+    hidden: Reals  # the hidden weights (K·H, H), likewise
+    losses: Reals  # (L, B, H), the loss's gradients of the outputs; no steps for zero
+    g: Reals  # (B, n), the gradient after all steps, overwritten by that before them
+    starts: NDArray[np.bool_]  # (L, B), true before a step at which a sample begins anew
+    to_entry: Reals  # (B, n), receives the sums of the gradients of the states it begins with
+    dx: Reals  # (L, B, I), receives the gradients of the inputs; no steps if not wanted
+    # What receives the weights' gradients, for each thread. The second array follows the first.
+    to_inputs: tuple[Reals, Reals]  # (P, K·H, W)
+    to_hidden: tuple[Reals, Reals]  # (P, K·H, W')
+    to_biases: Reals  # (P, N)
+    rooms: Reals  # scratch memory of each thread (:func:`room_for`)
+
+
+@compiled  # type: ignore[untyped-decorator]
+def row_length(numbers: int) -> Any:
+    """Return the distance from one row to the next, in numbers.
+
+    One vector is added. Otherwise, if H is a power of two, all rows would compete for the same few
+    lines of the cache.
+    """
+    return whole_vectors(numbers) + LANES
+
+
+@compiled  # type: ignore[untyped-decorator]
+def steps_at_once(samples: int, length: int) -> Any:
+    """Return the number of steps whose gate gradients a thread buffers at a time."""
+    rows = _ROWS_OF_FEW if samples <= _FEW else _ROWS
+    return max(1, min(rows // samples, length))
+
+
+def room_for(kind: str, length: int, samples: int, inputs: int, size: int) -> int:
+    """Return the size of a thread's ``room``, for ``length`` steps of its samples, I and H."""
+    rows = int(steps_at_once(samples, length)) * samples
+    gates = 1 if kind.startswith("RNN") else 4
+    fixed = rows * int(row_length(gates * size)) + samples * int(whole_vectors(size))
+    if kind == "GRU":
+        fixed += 2 * samples * int(whole_vectors(3 * size))
+    return fixed + rows * PANEL * -(-max(inputs, size) // PANEL)  # also holds rows of dx
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _divided(room: Reals, first: int, second: int) -> tuple[Reals, Reals, Reals]:
+    """Return two parts of given lengths, set to zero, and the rest."""
+    room[: first + second] = 0
+    return room[:first], room[first : first + second], room[first + second :]
+
+
+@compiled  # type: ignore[untyped-decorator]
+def backward_rnn(
+    relu: bool, after: Reals, of: BackwardArrays, number: int, first: int, last: int
+) -> None:
+    """Backpropagate an RNN with tanh or ReLU, for samples first … last − 1.
+
+    ``after`` (L, B, H) is h after each step.
+    """
+    before, hidden, losses = of.before, of.hidden, of.losses
+    g, starts, to_entry = of.g, of.starts, of.to_entry
+    samples, size = g.shape
+    stride, wide, each = row_length(size), whole_vectors(size), last - first
+    steps = steps_at_once(each, before.shape[0])
+    s, into, rest = _divided(of.rooms[number], steps * each * stride, each * wide)
+    h, terms, known = after.reshape(-1), losses.reshape(-1), g.reshape(-1)
+    for stop in range(after.shape[0], 0, -steps):
+        start = max(0, stop - steps)
+        for t in range(stop - 1, start - 1, -1):
+            top = (t - start) * each * stride
+            for b in range(first, last):
+                row, v = (t * samples + b) * size, top + (b - first) * stride
+                for j in range(0, size, LANES):
+                    left = size - j
+                    d = load(known, b * size + j, left)
+                    if losses.shape[0]:
+                        d = d + load(terms, row + j, left)
+                    slope = cell.rnn_slope(load(h, row + j, left), relu)
+                    store(s, v + j, d * slope, left)
+            into[:] = 0
+            product(s, top, stride, 1, each, hidden, wide, into, wide)
+            for b in range(each):
+                g[first + b] = into[b * wide : b * wide + size]
+            if starts.shape[0]:
+                leave(starts[t], g, to_entry, first, last)
+        _add_products(of, s, s, stride, start, stop, rest, number, first, last)
+
+
+@compiled  # type: ignore[untyped-decorator]
+def backward_lstm(
+    gates: Reals, after: Reals, cells: Reals, of: BackwardArrays, number: int, first: int, last: int
+) -> None:
+    """Backpropagate an LSTM, for samples first … last − 1.
+
+    ``gates`` are i, f, g, o (L, B, 4 H). ``after`` is h after each step, and ``cells`` is c before
+    it, each (L, B, H).
+    """
+    before, hidden, losses = of.before, of.hidden, of.losses
+    g, starts, to_entry = of.g, of.starts, of.to_entry
+    samples, size = g.shape[0], g.shape[1] // 2
+    stride, wide, each = row_length(4 * size), whole_vectors(size), last - first
+    steps = steps_at_once(each, before.shape[0])
+    s, into, rest = _divided(of.rooms[number], steps * each * stride, each * wide)
+    given, h, c = gates.reshape(-1), after.reshape(-1), cells.reshape(-1)
+    terms, known = losses.reshape(-1), g.reshape(-1)
+    for stop in range(after.shape[0], 0, -steps):
+        start = max(0, stop - steps)
+        for t in range(stop - 1, start - 1, -1):
+            top = (t - start) * each * stride
+            for b in range(first, last):
+                row, v, of_h = (t * samples + b) * size, top + (b - first) * stride, 2 * b * size
+                for j in range(0, size, LANES):
+                    left, at, u, w = size - j, row + j, 4 * row + j, v + j
+                    i, f, n, o = load_each(given, u, size, left, 4)
+                    dh = load(known, of_h + j, left)
+                    if losses.shape[0]:
+                        dh = dh + load(terms, at, left)
+                    s_i, s_f, s_g, s_o, e = cell.lstm_slopes(
+                        i, f, n, o, load(c, at, left), load(h, at, left)
+                    )
+                    dc = load(known, of_h + size + j, left) + dh * e
+                    store(known, of_h + size + j, dc * f, left)
+                    store_each(s, w, size, left, (dc * s_i, dc * s_f, dc * s_g, dh * s_o))
+            into[:] = 0
+            product(s, top, stride, 1, each, hidden, wide, into, wide)
+            for b in range(each):
+                g[first + b, :size] = into[b * wide : b * wide + size]
+            if starts.shape[0]:
+                leave(starts[t], g, to_entry, first, last)
+        _add_products(of, s, s, stride, start, stop, rest, number, first, last)
+
+
+@compiled  # type: ignore[untyped-decorator]
+def backward_gru(
+    from_inputs: Reals, from_states: Reals, biases: Reals, of: BackwardArrays, number: int,
+    first: int, last: int,
+) -> None:  # fmt: skip
+    """Backpropagate a GRU, for samples first … last − 1.
+
+    Its gates are recomputed from transposed weights in panels, ``from_inputs`` (I, 3 H) and
+    ``from_states`` (H, 3 H), and ``biases`` (2, 3 H).
+
+    A buffered row has the gradients of m, r, z and n, in this order. Here m = U_n h + b_n, and n
+    depends on r m. The first three are multiplied by ``hidden``, whose rows are in the order n, r,
+    z. The last three are multiplied by ``inputs``. The rows of ``to_hidden`` and ``to_inputs`` are
+    in the same orders, and ``to_biases`` is in the order of a buffered row.
+    """
+    x, before, hidden, losses = of.x, of.before, of.hidden, of.losses
+    g, starts, to_entry = of.g, of.starts, of.to_entry
+    samples, size = g.shape
+    stride, wide, each = row_length(4 * size), whole_vectors(size), last - first
+    width, three = x.shape[2], whole_vectors(3 * size)
+    steps = steps_at_once(each, before.shape[0])
+    s, into, rest = _divided(of.rooms[number], steps * each * stride, each * wide)
+    driven, recurrent, rest = _divided(rest, each * three, each * three)
+    read, h = x.reshape(-1), before.reshape(-1)
+    terms, known = losses.reshape(-1), g.reshape(-1)
+    for stop in range(before.shape[0], 0, -steps):
+        start = max(0, stop - steps)
+        for t in range(stop - 1, start - 1, -1):
+            at, top = t * samples + first, (t - start) * each * stride
+            for b in range(each):
+                driven[b * three : b * three + 3 * size] = biases[0]
+                recurrent[b * three : b * three + 3 * size] = biases[1]
+            product(read, at * width, width, 1, each, from_inputs, three, driven, three)
+            product(h, at * size, size, 1, each, from_states, three, recurrent, three)
+            for b in range(each):
+                row, v, of_b, u = (at + b) * size, top + b * stride, (first + b) * size, b * three
+                for j in range(0, size, LANES):
+                    left, w = size - j, v + j
+                    r = load(driven, u + j, left) + load(recurrent, u + j, left)
+                    z = load(driven, u + size + j, left) + load(recurrent, u + size + j, left)
+                    m = load(recurrent, u + 2 * size + j, left)
+                    r, z, n = cell.gru_gates(r, z, load(driven, u + 2 * size + j, left), m)
+                    d = load(known, of_b + j, left)
+                    if losses.shape[0]:
+                        d = d + load(terms, row + j, left)
+                    s_r, s_z, s_m, s_n = cell.gru_slopes(r, z, n, m, load(h, row + j, left))
+                    store(s, w, d * s_m, left)
+                    store(s, w + size, d * s_r, left)
+                    store(s, w + 2 * size, d * s_z, left)
+                    store(s, w + 3 * size, d * s_n, left)
+                    store(into, b * wide + j, d * z, LANES)
+            product(s, top, stride, 1, each, hidden, wide, into, wide)
+            for b in range(each):
+                g[first + b] = into[b * wide : b * wide + size]
+            if starts.shape[0]:
+                leave(starts[t], g, to_entry, first, last)
+        _add_products(of, s, s[size:], stride, start, stop, rest, number, first, last)
+
+
+@compiled  # type: ignore[untyped-decorator]
+def leave(starts: NDArray[np.bool_], g: Reals, to_entry: Reals, first: int, last: int) -> None:
+    """Move the gradients of those samples that begin anew from ``g`` to ``to_entry`` (B, n)."""
+    for b in range(first, last):
+        if starts[b]:
+            to_entry[b] += g[b]
+            g[b] = 0
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _add_products(
+    of: BackwardArrays, to_states: Reals, to_inputs: Reals, stride: int, start: int, stop: int,
+    room: Reals, number: int, first: int, last: int,
+) -> None:  # fmt: skip
+    """Add what the buffered rows of steps start … stop − 1 give to the weights, and write dx."""
+    _add_bias(to_states, stride, (stop - start) * (last - first), of.to_biases[number])
+    weights, inputs = _of(of.to_hidden, number), _of(of.to_inputs, number)
+    _add_weights(to_states, stride, of.before[start:stop], weights, room, first, last)
+    _add_weights(to_inputs, stride, of.x[start:stop], inputs, room, first, last)
+    if of.dx.shape[0]:
+        _to_inputs(to_inputs, stride, of.inputs, of.dx[start:stop], room, first, last)
+
+
+@inlined  # type: ignore[untyped-decorator]
+def _of(sums: tuple[Reals, Reals], number: int) -> Any:
+    count = len(sums[0])
+    return sums[0][number] if number < count else sums[1][number - count]
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _add_bias(s: Reals, stride: int, rows: int, total: Reals) -> None:
+    """Add the sum of ``rows`` rows to ``total``."""
+    size = total.shape[0]
+    for j in range(0, size, LANES):
+        left = size - j
+        part = load(s, j, left)
+        for row in range(1, rows):
+            part = part + load(s, row * stride + j, left)
+        store(total, j, load(total, j, left) + part, left)
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _add_weights(
+    s: Reals, stride: int, by: Reals, total: Reals, room: Reals, first: int, last: int
+) -> None:
+    """Add sᵀ by to ``total``, for samples first … last − 1 of ``by`` (L, B, N)."""
+    size, samples, flat = by.shape[2], by.shape[1], by.reshape(-1)
+    count = -(-size // PANEL)
+    rows = by.shape[0] * (last - first)
+    packed = room[: count * rows * PANEL].reshape(count, rows, PANEL)
+    packed[:] = 0
+    for p in range(count):
+        panel = packed[p].reshape(-1)
+        for t in range(by.shape[0]):
+            for b in range(first, last):
+                row = t * (last - first) + b - first
+                for j in range(0, min(PANEL, size - p * PANEL), LANES):
+                    at = (t * samples + b) * size + p * PANEL + j
+                    value = load(flat, at, size - p * PANEL - j)
+                    store(panel, row * PANEL + j, value, LANES)
+    product(s, 0, 1, stride, total.shape[0], packed, size, total.reshape(-1), total.shape[1])
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _to_inputs(
+    s: Reals, stride: int, inputs: Reals, dx: Reals, room: Reals, first: int, last: int
+) -> None:
+    """Write s W to the rows of ``dx`` (L, B, I) of samples first … last − 1."""
+    size, samples, flat = dx.shape[2], dx.shape[1], dx.reshape(-1)
+    width, each = whole_vectors(size), last - first
+    rows = dx.shape[0] * each
+    found = room[: rows * width]
+    found[:] = 0
+    product(s, 0, stride, 1, rows, inputs, width, found, width)
+    for row in range(rows):
+        at = (row // each * samples + first + row % each) * size
+        for j in range(0, size, LANES):
+            store(flat, at + j, load(found, row * width + j, LANES), size - j)

@@ -1,0 +1,282 @@
+"""A recurrent layer on a CPU: its forward and backward passes, by compiled loops.
+
+A step of a sample is a few elementwise products, and one product of a short vector with the hidden
+weights. The call of each takes torch microseconds. Here a step is a compiled loop, and each thread
+takes its samples through all steps. The inputs' part of the gates is one matrix product for a
+whole block of steps. The dtype is float32 or float64.
+
+The references are torch's own kernel for :class:`Forward`, and for :class:`Backward` the functions
+of :mod:`retrograde.kernels.sweep` and :mod:`retrograde.kernels.cells`. The loops are in
+``forward_loops`` and ``backward_loops``, and the formulas of the cells in ``cells``. Vectors are in
+``lanes``, and matrix products in ``tiles``.
+"""
+
+import functools
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retrograde.kernels.cells import GATES, Block, Kept, Kind, Resets, Weights
+from retrograde.kernels.cpu import backward_loops, forward_loops
+from retrograde.kernels.cpu.llvm.barrier import (
+    Counts,
+    bounds_of_units,
+    parts_of_units,
+    share_or_meet,
+)
+from retrograde.kernels.cpu.llvm.lanes import LANES
+from retrograde.kernels.cpu.llvm.threads import numbered, parts_for, share
+from retrograde.kernels.cpu.llvm.tiles import panels, whole_vectors
+from retrograde.kernels.cpu.products import linear
+from retrograde.kernels.cpu.sweep import ELEMENT_WORK, starts_of
+
+State = tuple[Tensor, ...]
+
+
+class Forward:
+    """A layer's forward pass for B samples, one range of steps at each call."""
+
+    in_panels = True
+
+    def __init__(self, weights: Weights, samples: int) -> None:
+        self.weights, gates = weights, GATES[weights.kind]
+        self.bias, own = _biases(weights)
+        u = weights.hidden.detach()
+        parts = parts_of_units(samples, weights.size, gates)
+        self.units, each = bounds_of_units(weights.size, parts)
+        hidden = panels_of_units(u, self.units) if self.in_panels else u.contiguous()[None, :, None]
+        self.fixed = u.new_empty(0) if own is None else own.detach().contiguous(), hidden
+        self.sums = u.new_empty(parts, samples, int(whole_vectors(gates * each)))
+        self.work = samples * len(u) * (weights.size + ELEMENT_WORK // 4)
+
+    def room(self, steps: int) -> Tensor:
+        """Return an uninitialized tensor for the gates of ``steps`` steps (L, B, K·H)."""
+        return self.sums.new_empty(steps, self.sums.shape[1], len(self.weights.inputs))
+
+    def __call__(
+        self, x: Tensor, state: State, outputs: Tensor, gates: Tensor, cells: Tensor | None = None,
+        resets: Resets | None = None,
+    ) -> None:  # fmt: skip
+        """Run the layer on inputs x (L, B, I).
+
+        Args:
+            x: the inputs.
+            state: (h,) or (h, c), each (B, H) and contiguous; overwritten by the state after.
+            outputs: receives h after each step (L, B, H).
+            gates: scratch memory (L, B, K·H). An LSTM's receive i, f, g, o. An RNN's may be the
+                same tensor as the outputs.
+            cells: receives an LSTM's c before each step (L, B, H), if given.
+            resets: where samples begin anew.
+        """
+        _drive(self.weights.inputs, self.bias, x, gates)
+        kind, none = self.weights.kind, outputs[:0]
+        before = none if cells is None else cells
+        c = state[1] if kind == "LSTM" else none.flatten(0, 1)
+        given = [t.numpy() for t in (gates, outputs, before, *self.fixed, state[0], c)]
+        given += [*starts_of(resets, self.sums)[:2], self.sums.numpy(), self.units]
+        parts = parts_for(len(state[0]), len(x) * self.work)
+        many = 0 if resets is not None else len(self.units) - 1
+        share_or_meet(forward_loops.run, parts, many, GATES[kind], kind == "RNN_RELU", *given)
+
+
+class ForwardInPlace(Forward):
+    """The same without a copy of the weights, which is slower for small layers."""
+
+    in_panels = False
+
+
+def panels_of_units(u: Tensor, units: Counts) -> Tensor:
+    """Return the transposed hidden weights (K·H, H) in panels (P, …), for each part of the units.
+
+    The columns of a part are all gates of its units, the first gate first.
+    """
+    by_gate = u.unflatten(0, (-1, u.shape[1]))
+    return panels(*(by_gate[:, a:b].permute(2, 0, 1) for a, b in pairwise(units.tolist())))
+
+
+def _biases(weights: Weights) -> tuple[Tensor | None, Tensor | None]:
+    """Return the bias of the inputs' part of the gates, and that of a GRU's state."""
+    inputs, hidden = weights.bias_inputs, weights.bias_hidden
+    if weights.kind == "GRU":
+        rows = weights.hidden.shape[0]
+        return inputs, weights.hidden.new_zeros(rows) if hidden is None else hidden
+    return inputs if hidden is None or inputs is None else inputs + hidden, None
+
+
+def _drive(inputs: Tensor, bias: Tensor | None, x: Tensor, out: Tensor) -> None:
+    """Write x Wᵀ + bias to ``out``."""
+    linear(x.flatten(0, 1), inputs, bias, out.flatten(0, 1))
+
+
+class Backward:
+    """A layer's backward pass, one block of steps at a time, from the last block to the first.
+
+    Each thread sums the gradients of the weights in its own arrays. :meth:`finish` adds these to
+    the totals, since adding each small number to a large total would round more.
+
+    Args:
+        weights: the layer's parameters.
+        totals: the gradients of the weights, by name, to which those of the blocks are added.
+        samples: B.
+        steps: the most steps of a block.
+        at_once: let the first thread add directly to totals whose rows are whole vectors, every
+            few dozen steps. This takes less memory and rounds more.
+    """
+
+    def __init__(
+        self, weights: Weights, totals: dict[str, Tensor], samples: int, steps: int, *,
+        at_once: bool = False,
+    ) -> None:  # fmt: skip
+        size, width = weights.size, weights.inputs.shape[1]
+        self.weights, self.totals = weights, totals
+        self.kernel, self.constants, hidden = _loop(weights)
+        rows, numbers = hidden.shape[0], _ROW[weights.kind] * size
+        work = steps * samples * rows * (2 * size + width)
+        self.parts = parts_for(samples, work)
+        self.numbered = numbered(self.parts)
+        each = max(last - first for first, last in self.parts)
+        self.read = [_readable(w, each).numpy() for w in (weights.inputs, hidden)]
+        self.direct = {
+            name: at_once and _has_whole_vectors(totals[name])
+            for name in (("inputs",) if weights.kind == "GRU" else ("inputs", "hidden"))
+        }
+        shapes = {
+            "inputs": (rows if weights.kind != "GRU" else 3 * size, int(whole_vectors(width))),
+            "hidden": (rows, int(whole_vectors(size))),
+            "biases": (numbers,),
+        }
+        self.sums = {
+            name: hidden.new_zeros(len(self.parts) - self.direct.get(name, False), *shape)
+            for name, shape in shapes.items()
+        }
+        numbers_between = max(  # a thread with fewer samples may have more rows
+            backward_loops.room_for(weights.kind, steps, last - first, width, size)
+            for first, last in self.parts
+        )
+        room = hidden.new_empty(len(self.parts), numbers_between)
+        own = {name: sums.numpy() for name, sums in self.sums.items()}
+        twice = [
+            (totals[name][None].numpy() if self.direct.get(name) else own[name][:0], own[name])
+            for name in ("inputs", "hidden")
+        ]
+        self.own = *twice, own["biases"], room.numpy()
+
+    def add(self, block: Block, dy: Tensor | None, g: Tensor, dx: Tensor | None) -> Tensor:
+        """Backpropagate a block.
+
+        Args:
+            block: the inputs and states; an LSTM's must have its kept gates and cells.
+            dy: the loss's gradient of each output (L, B, H), or None for zero.
+            g: the gradient of the state after the block (B, n).
+            dx: receives the gradients of the inputs (L, B, I); None if they are not needed.
+
+        Returns:
+            The gradient of the state before the block.
+        """
+        absent = block.after[:0]
+        g = g.clone(memory_format=torch.contiguous_format)
+        kept = _kept(self.weights.kind, block)
+        given = [*self.constants, *(t.contiguous().numpy() for t in kept)]
+        shared = [block.x.contiguous().numpy(), block.before.contiguous().numpy()]
+        losses = (absent if dy is None else dy).contiguous().numpy()
+        starts, _, to_entry = starts_of(block.resets, g)
+        to_x = (absent if dx is None else dx).contiguous().numpy()
+        arrays = *shared, *self.read, losses, g.numpy(), starts, to_entry, to_x, *self.own
+        share(self.kernel, self.numbered, *given, backward_loops.BackwardArrays(*arrays))
+        return g
+
+    def finish(self) -> None:
+        """Add the sums of all threads to the totals, and set the sums to zero."""
+        kind, size, totals = self.weights.kind, self.weights.size, self.totals
+        inputs, hidden, biases = map(self._sum, self.sums)
+        if not self.direct["inputs"]:
+            totals["inputs"] += inputs[:, : totals["inputs"].shape[1]]
+        if kind == "GRU":  # the rows of the sums are m, r, z, n
+            totals["hidden"][: 2 * size] += hidden[size:, :size]
+            totals["hidden"][2 * size :] += hidden[:size, :size]
+        elif not self.direct["hidden"]:
+            totals["hidden"] += hidden[:, :size]
+        if "bias_inputs" in totals:
+            gru = kind == "GRU"
+            totals["bias_inputs"] += biases[size:] if gru else biases
+            if gru:
+                biases = torch.cat([biases[size : 3 * size], biases[:size]])
+            totals["bias_hidden"] += biases
+        for sums in self.sums.values():
+            sums.zero_()
+
+    def _sum(self, name: str) -> Tensor:
+        """Return the sum of all threads. It is in the array of the first, or in the total."""
+        sums = list(self.sums[name])
+        first, *others = [self.totals[name], *sums] if self.direct.get(name) else sums
+        total: Tensor = functools.reduce(Tensor.add_, others, first)
+        return total
+
+
+# Gate gradients in a row, in multiples of H. A GRU has four: those of m = U_n h + b, r, z and n.
+_ROW = {"RNN_TANH": 1, "RNN_RELU": 1, "GRU": 4, "LSTM": 4}
+
+
+def _loop(weights: Weights) -> tuple[Any, list[Any], Tensor]:
+    """Return the loop of a cell, its first arguments, and the hidden weights in its order."""
+    match weights.kind:
+        case "GRU":
+            zero = weights.hidden.new_zeros(weights.hidden.shape[0])
+            given = [weights.bias_inputs, weights.bias_hidden]
+            biases = torch.stack([zero if bias is None else bias for bias in given])
+            forward = panels(weights.inputs.t())[0], panels(weights.hidden.t())[0], biases
+            r_z, n = weights.hidden.split([2 * weights.size, weights.size])
+            return backward_loops.backward_gru, [t.numpy() for t in forward], torch.cat([n, r_z])
+        case "LSTM":
+            return backward_loops.backward_lstm, [], weights.hidden
+        case _:
+            return backward_loops.backward_rnn, [weights.kind == "RNN_RELU"], weights.hidden
+
+
+def _kept(kind: Kind, block: Block) -> list[Tensor]:
+    """Return what a cell's loop reads of a block, besides inputs and states."""
+    if kind == "LSTM":
+        assert block.kept is not None
+        return [block.kept.gates, block.after, block.kept.cells]
+    return [] if kind == "GRU" else [block.after]
+
+
+# The rows of a tile of a product, and the most numbers of a matrix that is read without panels.
+# Such a matrix stays in the caches although its rows are not in panels.
+_TILE_ROWS = 4
+_COMPACT = 2**15
+
+
+def _readable(w: Tensor, rows: int) -> Tensor:
+    """Return a matrix (R, N) for products with ``rows`` rows.
+
+    It is in panels, unless copying does not pay: it is then returned as (1, R, N). That is so if it
+    is small, its rows are whole vectors, and each of its numbers is read only once.
+    """
+    read_once = rows <= _TILE_ROWS and w.numel() <= _COMPACT
+    return w.detach().unsqueeze(0) if read_once and _has_whole_vectors(w) else panels(w)[0]
+
+
+def _has_whole_vectors(matrix: Tensor) -> bool:
+    return matrix.is_contiguous() and matrix.shape[1] % LANES == 0
+
+
+def recall(
+    weights: Weights, x: Tensor, before: Tensor, c: Tensor, resets: Resets | None = None
+) -> Kept:
+    """Recompute an LSTM's gates i, f, g, o, and c before each step, from the kept h.
+
+    This takes matrix products, and a recurrence of c but none of h. ``x`` is (L, B, I), ``before``
+    is h before each step (L, B, H). ``c`` (B, H), before the first step, is overwritten by that
+    after the last.
+    """
+    gates = before.new_empty(*before.shape[:2], 4 * weights.size)
+    cells, (bias, _) = before.new_empty(before.shape), _biases(weights)
+    _drive(weights.inputs, bias, x, gates)
+    linear(before.flatten(0, 1), weights.hidden, None, gates.flatten(0, 1), add=True)
+    arrays = gates.numpy(), cells.numpy(), c.numpy(), *starts_of(resets, c)[:2]
+    parts = parts_for(before.shape[1], before.numel() * ELEMENT_WORK)
+    share(forward_loops.run_cells, parts, *arrays)
+    return Kept(gates, cells)

@@ -1,0 +1,1 @@
+"""What numba lacks: vectors, tiles of registers, torch's threads, a barrier, derivatives."""

@@ -1,0 +1,237 @@
+"""Vectors of lanes with their derivatives, so that a compiled function is differentiated forward.
+
+A *dual* is a vector and its derivatives by some of a function's arguments. Its numba type names
+these arguments. So a derivative that is zero for every input takes no code. Arithmetic of duals,
+vectors and numbers, and a few of torch's functions, are written here as LLVM code. A step of a
+:class:`retrograde.GatedCell` is compiled twice from them: for vectors and for duals.
+"""
+
+import operator
+from typing import Any
+
+import torch
+from llvmlite import ir
+from numba import types
+from numba.extending import models, overload, overload_method, register_model
+
+from retrograde.kernels.cpu.llvm import lanes
+from retrograde.kernels.cpu.llvm.lanes import Lanes, broadcast, intrinsic, vector_of
+
+Slopes = dict[int, Any]
+
+_CONTRACT = ("contract",)
+
+
+class Dual(types.Type):  # type: ignore[misc]
+    """The numba type of a vector with derivatives by the arguments ``by``, in ascending order."""
+
+    def __init__(self, dtype: Any, by: tuple[int, ...]) -> None:
+        self.dtype, self.by = dtype, by
+        super().__init__(name=f"Dual({dtype}, {by})")
+
+
+@register_model(Dual)  # type: ignore[untyped-decorator]
+class _DualModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, kind: Dual) -> None:
+        vector = vector_of(manager.lookup(kind.dtype).get_value_type())
+        parts = ir.LiteralStructType([vector] * (1 + len(kind.by)))
+        super().__init__(manager, kind, parts)  # type: ignore[no-untyped-call]
+
+
+def _made(dtype: Any, by: tuple[int, ...]) -> Any:
+    return Dual(dtype, by) if by else Lanes(dtype)
+
+
+def _open(context: Any, builder: Any, kind: Any, value: Any, dtype: Any) -> tuple[Any, Slopes]:
+    """Return the vector of a dual, a vector or a number, and its derivatives."""
+    if isinstance(kind, Lanes):
+        return value, {}
+    if isinstance(kind, Dual):
+        parts = [builder.extract_value(value, k) for k in range(1 + len(kind.by))]
+        return parts[0], dict(zip(kind.by, parts[1:], strict=True))
+    return broadcast(builder, context.cast(builder, value, kind, dtype)), {}
+
+
+def _close(builder: Any, kind: Any, vector: Any, slopes: Slopes) -> Any:
+    if isinstance(kind, Lanes):
+        return vector
+    found = ir.Constant(ir.LiteralStructType([vector.type] * (1 + len(slopes))), ir.Undefined)
+    for k, part in enumerate([vector, *(slopes[by] for by in kind.by)]):
+        found = builder.insert_value(found, part, k)
+    return found
+
+
+def _operator(of: Any, rule: Any) -> None:
+    """Let numba compile a binary operator on vectors and duals, and numbers with them.
+
+    ``rule(builder, a, b)`` returns the result, and its derivatives by a and by b; None for one.
+    """
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def operation(_: Any, a: Any, b: Any) -> Any:
+        dtype = next(t.dtype for t in (a, b) if isinstance(t, Lanes | Dual))
+        by = tuple(sorted({*getattr(a, "by", ()), *getattr(b, "by", ())}))
+        kind = _made(dtype, by)
+
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            opened = [
+                _open(context, builder, t, v, dtype) for t, v in zip((a, b), args, strict=True)
+            ]
+            found, factors = rule(builder, opened[0][0], opened[1][0])
+            slopes: Slopes = {}
+            for (_, own), factor in zip(opened, factors, strict=True):
+                for k, slope in own.items():
+                    term = slope if factor is None else _times(builder, factor, slope)
+                    slopes[k] = _plus(builder, slopes[k], term) if k in slopes else term
+            return _close(builder, kind, found, slopes)
+
+        return kind(a, b), code
+
+    def choose(a, b):  # type: ignore[no-untyped-def] # numba compares argument names
+        known = all(isinstance(t, Lanes | Dual | types.Number) for t in (a, b))
+        plain = all(isinstance(t, types.Number) for t in (a, b))
+        ours = isinstance(a, Lanes) and isinstance(b, Lanes) and of is not operator.truediv
+        return None if ours or plain or not known else lambda a, b: operation(a, b)
+
+    overload(of)(choose)
+
+
+def _times(builder: Any, a: Any, b: Any) -> Any:
+    return builder.fmul(a, b, flags=_CONTRACT)
+
+
+def _plus(builder: Any, a: Any, b: Any) -> Any:
+    return builder.fadd(a, b, flags=_CONTRACT)
+
+
+def _divided(builder: Any, a: Any, b: Any) -> Any:
+    found, part = builder.fdiv(a, b), builder.fdiv(ir.Constant(b.type, [1.0] * lanes.LANES), b)
+    return found, (part, builder.fneg(_times(builder, found, part)))
+
+
+def _subtracted(builder: Any, a: Any, b: Any) -> Any:
+    less = ir.Constant(b.type, [-1.0] * lanes.LANES)
+    return builder.fsub(a, b, flags=_CONTRACT), (None, less)
+
+
+_operator(operator.add, lambda builder, a, b: (_plus(builder, a, b), (None, None)))
+_operator(operator.sub, _subtracted)
+_operator(operator.mul, lambda builder, a, b: (_times(builder, a, b), (b, a)))
+_operator(operator.truediv, _divided)
+
+
+def _function(of: Any, write: Any, slope: Any) -> None:
+    """Let numba compile a function of a vector or a dual.
+
+    ``slope(builder, x, y, one)`` returns the derivative of the result y.
+    """
+
+    @intrinsic  # type: ignore[untyped-decorator]
+    def operation(_: Any, x: Any) -> Any:
+        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            vector, slopes = _open(context, builder, x, args[0], x.dtype)
+            zero, one = (ir.Constant(vector.type, [n] * lanes.LANES) for n in (0.0, 1.0))
+            found = write(builder, vector, zero, one)
+            if slopes:
+                factor = slope(builder, vector, found, one)
+                slopes = {k: _times(builder, factor, part) for k, part in slopes.items()}
+            return _close(builder, x, found, slopes)
+
+        return x(x), code
+
+    def choose(x):  # type: ignore[no-untyped-def]
+        return (lambda x: operation(x)) if isinstance(x, Lanes | Dual) else None
+
+    overload(of)(choose)
+
+
+def _of_sigmoid(builder: Any, x: Any, y: Any, one: Any) -> Any:
+    return _times(builder, y, builder.fsub(one, y))
+
+
+def _of_tanh(builder: Any, x: Any, y: Any, one: Any) -> Any:
+    return builder.fsub(one, _times(builder, y, y), flags=_CONTRACT)
+
+
+def _of_relu(builder: Any, x: Any, y: Any, one: Any) -> Any:
+    return lanes.one_above.write(builder, x, ir.Constant(x.type, [0.0] * lanes.LANES), one)
+
+
+def _of_negative(builder: Any, x: Any, y: Any, one: Any) -> Any:
+    return builder.fneg(one)
+
+
+_function(torch.sigmoid, lanes.sigmoid.write, _of_sigmoid)
+_function(torch.tanh, lanes.tanh.write, _of_tanh)
+_function(torch.relu, lanes.positive.write, _of_relu)
+_function(operator.neg, lambda builder, x, zero, one: builder.fneg(x), _of_negative)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _heaviside(_: Any, x: Any, at_zero: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        zero, one = (ir.Constant(args[0].type, [n] * lanes.LANES) for n in (0.0, 1.0))
+        found = builder.select(builder.fcmp_ordered(">", args[0], zero), one, zero)
+        return builder.select(builder.fcmp_ordered("==", args[0], zero), args[1], found)
+
+    return x(x, at_zero), code
+
+
+@overload(torch.heaviside)
+def _of_torch(x, at_zero):  # type: ignore[no-untyped-def] # of no duals: torch has no derivative
+    both = isinstance(x, Lanes) and isinstance(at_zero, Lanes)
+    return (lambda x, at_zero: _heaviside(x, at_zero)) if both else None
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _vector(_: Any, x: Any) -> Any:
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _open(context, builder, x, args[0], x.dtype)[0]
+
+    return Lanes(x.dtype)(x), code
+
+
+def _detach(x):  # type: ignore[no-untyped-def]
+    return lambda x: _vector(x)
+
+
+for _kind in (Lanes, Dual):
+    overload_method(_kind, "detach")(_detach)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def seeded(_: Any, vectors: Any) -> Any:
+    """Return a tuple of vectors as duals: the derivative of the k-th by itself is one."""
+    kinds = [Dual(kind.dtype, (k,)) for k, kind in enumerate(vectors)]
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        found = []
+        for k, kind in enumerate(kinds):
+            vector = builder.extract_value(args[0], k)
+            one = ir.Constant(vector.type, [1.0] * lanes.LANES)
+            found.append(_close(builder, kind, vector, {k: one}))
+        return context.make_tuple(builder, signature.return_type, found)
+
+    return types.Tuple(kinds)(vectors), code
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def pulled(_: Any, results: Any, by: Any, count: Any) -> Any:
+    """Return Σ of the products of a tuple of vectors with the derivatives of as many results, by
+    each of a literal number of arguments."""
+    many, dtype = count.literal_value, by.dtype.dtype
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        vector = vector_of(context.get_value_type(dtype))
+        totals = [ir.Constant(vector, [0.0] * lanes.LANES)] * many
+        seen: set[int] = set()
+        for s, kind in enumerate(results):
+            factor = builder.extract_value(args[1], s)
+            result = builder.extract_value(args[0], s)
+            for k, slope in _open(context, builder, kind, result, dtype)[1].items():
+                term = _times(builder, factor, slope)
+                totals[k] = _plus(builder, totals[k], term) if k in seen else term
+                seen.add(k)
+        return context.make_tuple(builder, signature.return_type, totals)
+
+    return types.UniTuple(Lanes(dtype), many)(results, by, count), code

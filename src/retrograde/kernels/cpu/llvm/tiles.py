@@ -1,0 +1,425 @@
+"""Products of small matrices in numba, with the sums held in registers.
+
+A tile of sums has four or eight rows, and three vectors. As in BLAS libraries, it stays in
+registers until its sums are complete. This reaches nine tenths of the processor's peak, at sizes
+where the call of a BLAS function takes longer than its arithmetic. Every tile adds the terms of a
+sum in the same order, so a row's result does not depend on the rows beside it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from torch import Tensor
+
+from retrograde.kernels.cpu.llvm.lanes import (
+    LANES,
+    Reals,
+    broadcast,
+    compiled,
+    inlined,
+    intrinsic,
+    load,
+    mask,
+    masked,
+    store,
+    total_of,
+    vector_of,
+)
+
+#: The vectors of a panel, and its columns. Wide vectors come in pairs, so layers of 32, 64, …
+#: units have no columns of zeros.
+VECTORS = 2 if LANES == 16 else 3
+PANEL = VECTORS * LANES
+#: The most rows of a tile. Their sums fill most of 16 registers, or of 32 large ones.
+ROWS = 8 if LANES == 16 else 4
+
+# The most vectors of one row that a tile has, and one less, and two less.
+_MOST = 8 if LANES == 16 else 9
+_LAST, _LESS = _MOST - 1, _MOST - 2
+
+_INDEX = ir.IntType(64)
+
+
+@compiled  # type: ignore[untyped-decorator]
+def product(
+    a: Reals, start: int, to_row: int, to_term: int, rows: int, u: Reals, columns: int, out: Reals,
+    width: int,
+) -> None:  # fmt: skip
+    """Add a @ u to out.
+
+    ``a`` and ``out`` are flat. The rows of ``a`` begin at ``start``, ``to_row`` apart, and have R
+    numbers, ``to_term`` apart. Those of ``out`` are ``width`` apart. ``u`` is in :func:`panels`
+    (P, R, PANEL), of which the first ``columns`` columns are used, or a plain matrix (1, R, W).
+    """
+    short = u.shape[2] % LANES  # what a plain row has behind its whole vectors
+    full = u.shape[2] - short if short else columns
+    count = -(-full // PANEL)
+    for p in range(count):
+        left, row = full - p * PANEL, 0
+        while row < rows - 1:
+            at, to = start + row * to_row, row * width + p * PANEL
+            if row <= rows - ROWS:
+                _in_panel(a, at, to_row, to_term, u, p, out, to, width, left, ROWS)
+                row += ROWS
+            elif row <= rows - 4:
+                _in_panel(a, at, to_row, to_term, u, p, out, to, width, left, 4)
+                row += 4
+            else:
+                _in_panel(a, at, to_row, to_term, u, p, out, to, width, left, 2)
+                row += 2
+    for row in range(0, rows - 1 if short else 0, 2):
+        at, to = start + row * to_row, row * width + full
+        _tile(a, at, to_row, to_term, u, 0, out, to, width, short, 2, 0)
+    for row in range(rows - rows % 2, rows):
+        at, to, p = start + row * to_row, row * width, 0
+        if short:
+            _tile(a, at, 0, to_term, u, 0, out, to + full, 0, short, 1, 0)
+        while full - p * PANEL >= _MOST * LANES:
+            _tile(a, at, 0, to_term, u, p, out, to + p * PANEL, 0, LANES, 1, _MOST)
+            p += _MOST // VECTORS
+        left = full - p * PANEL
+        vectors = -(-left // LANES)
+        if vectors == _MOST - 1:  # additions to few sums would wait for one another
+            _tile(a, at, 0, to_term, u, p, out, to + p * PANEL, 0, left - _LESS * LANES, 1, _LAST)
+            p = count
+        elif vectors >= 6:
+            _tile(a, at, 0, to_term, u, p, out, to + p * PANEL, 0, left - 5 * LANES, 1, 6)
+            p += 6 // VECTORS
+        elif vectors >= 4 and VECTORS == 2:
+            _tile(a, at, 0, to_term, u, p, out, to + p * PANEL, 0, left - 3 * LANES, 1, 4)
+            p += 2
+        while p < count:
+            left = full - p * PANEL
+            _in_panel(a, at, 0, to_term, u, p, out, to + p * PANEL, 0, left, 1)
+            p += 1
+
+
+@compiled  # type: ignore[untyped-decorator]
+def dots(a: Reals, start: int, rows: int, w: Reals, width: int, out: Reals) -> None:
+    """Add a @ wᵀ to out, where the terms of a sum are neighbours in both.
+
+    ``a`` and ``out`` are flat. The rows of ``a`` begin at ``start``, and those of ``out`` are
+    ``width`` long. ``w`` is a plain matrix (N, 1, R).
+    """
+    columns, terms = w.shape[0], w.shape[2]
+    even, eight = rows - rows % 2, columns - columns % 8
+    three = columns - columns % 3 if rows >= 4 else 0
+    for j in range(0, three, 3):
+        for row in range(0, rows - 3, 4):
+            _dots(a, start + row * terms, w, j, out, row * width + j, width, 4, 3)
+    for j in range(three, columns if rows >= 4 else 0):
+        for row in range(0, rows - 3, 4):
+            _dots(a, start + row * terms, w, j, out, row * width + j, width, 4, 1)
+    for row in range(rows - rows % 4, even, 2):
+        for j in range(0, columns - 3, 4):
+            _dots(a, start + row * terms, w, j, out, row * width + j, width, 2, 4)
+        for j in range(columns - columns % 4, columns):
+            _dots(a, start + row * terms, w, j, out, row * width + j, width, 2, 1)
+    for row in range(even, rows):
+        for j in range(0, eight, 8):
+            _dots(a, start + row * terms, w, j, out, row * width + j, width, 1, 8)
+        for j in range(eight, columns):
+            _dots(a, start + row * terms, w, j, out, row * width + j, width, 1, 1)
+
+
+@inlined  # type: ignore[untyped-decorator]
+def _in_panel(
+    a: Reals, at: int, to_row: int, to_term: int, u: Reals, p: int, out: Reals, to: int, width: int,
+    left: int, rows: int,
+) -> None:  # fmt: skip
+    """Add the tile of ``rows`` rows that one panel gives, of which ``left`` columns are in use."""
+    if VECTORS == 3 and left > 2 * LANES:
+        _tile(a, at, to_row, to_term, u, p, out, to, width, left - 2 * LANES, rows, 3)
+    elif left > LANES:
+        _tile(a, at, to_row, to_term, u, p, out, to, width, left - LANES, rows, 2)
+    else:
+        _tile(a, at, to_row, to_term, u, p, out, to, width, left, rows, 1)
+
+
+def panels(*matrices: Tensor) -> Tensor:
+    """Return copies of matrices (R, N) in panels (M, P, R, PANEL), padded with zeros.
+
+    The matrices may be views, and N may differ. Views (R, K, N / K) are copied once more, one at a
+    time. A panel is contiguous, so it stays in the nearest cache while rows are multiplied by it.
+    """
+    count, rows = -(-max(u[0].numel() for u in matrices) // PANEL), len(matrices[0])
+    found = matrices[0].new_empty(len(matrices), count, rows * PANEL)
+    for matrix, own in zip(matrices, found.numpy(), strict=True):
+        u = matrix if matrix.dim() == 2 else matrix.permute(1, 2, 0).flatten(0, 1).t()
+        turned = u.stride(1) > u.stride(0)
+        given = (u.t() if turned else u).detach()
+        given = given if given.stride(1) == 1 else given.contiguous()
+        stride, columns = given.stride(0), u.shape[1]
+        flat = given.as_strided(((len(given) - 1) * stride + given.shape[1],), (1,)).numpy()
+        for p, panel in enumerate(own):
+            at = p * PANEL * (stride if turned else 1)
+            pack(flat, at, stride, turned, rows, columns - p * PANEL, panel)
+        del u, given, flat  # before the next copy is made
+    return found.view(len(matrices), count, rows, PANEL)
+
+
+@compiled  # type: ignore[untyped-decorator]
+def pack(
+    u: Reals, at: int, stride: int, turned: bool, rows: int, columns: int, panel: Reals
+) -> None:  # fmt: skip
+    """Copy so many rows, and the first columns, of a matrix to a flat panel.
+
+    ``u`` is flat. The matrix begins ``at`` a place, and its rows are ``stride`` apart; if it is
+    ``turned``, its columns are.
+    """
+    for j in range(0, PANEL, LANES):
+        whole = 0
+        if turned:
+            whole = rows - rows % LANES if columns >= j + LANES else 0
+            for i in range(0, whole, LANES):
+                _turn(u, at + j * stride + i, stride, panel, i * PANEL + j)
+        for i in range(whole, rows):
+            if turned:
+                for k in range(j, j + LANES):
+                    panel[i * PANEL + k] = u[at + k * stride + i] if k < columns else 0
+            else:
+                store(panel, i * PANEL + j, load(u, at + i * stride + j, columns - j), LANES)
+
+
+@compiled  # type: ignore[untyped-decorator]
+def whole_vectors(width: int) -> Any:
+    """Return the least multiple of :data:`LANES` that is no less than ``width``."""
+    return -(-width // LANES) * LANES
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def _tile(
+    _: Any, a: Any, at: Any, to_row: Any, to_term: Any, u: Any, panel: Any, out: Any, to: Any,
+    width: Any, left: Any, rows: Any, vectors: Any,
+) -> Any:  # fmt: skip
+    """Add one tile of a @ u to ``out``.
+
+    The tile has ``rows`` rows and ``vectors`` vectors, both literal numbers. Of the last vector, at
+    most ``left`` numbers are stored. With no vectors, there are ``left`` numbers, which a row of
+    ``u`` has behind its whole ones. Rows of ``a`` begin at ``at``, ``to_row`` apart, and their
+    terms are ``to_term`` apart. Those of ``out`` begin at ``to``, ``width`` apart. The columns
+    begin with panel number ``panel`` of ``u``, which is (panels, terms, PANEL) or (1, terms, W).
+    """
+
+    def write(tile: "_Tile", args: Any, sizes: list[Any]) -> None:
+        tile.add(args[10:], args[1:4], args[5], args[7:10], sizes)
+
+    given = a, at, to_row, to_term, u, panel, out, to, width, left, rows, vectors
+    return _code_of(write, given, (0, 4, 6))
+
+
+@intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
+def _dots(
+    _: Any, a: Any, at: Any, w: Any, first: Any, out: Any, to: Any, width: Any, rows: Any,
+    columns: Any,
+) -> Any:  # fmt: skip
+    """Add one tile of a @ wᵀ to ``out``.
+
+    Its rows are ``rows`` ones of ``a``, from ``at`` on. Its columns are ``columns`` rows of ``w``
+    (N, 1, terms), from number ``first`` on. Both are literal numbers.
+    """
+
+    def write(tile: "_Tile", args: Any, sizes: list[Any]) -> None:
+        tile.add_dots(args[7:], args[1], args[3], args[5:7], sizes[2])
+
+    return _code_of(write, (a, at, w, first, out, to, width, rows, columns), (0, 2, 4))
+
+
+def _code_of(write: Callable[..., None], given: Any, arrays: Any) -> Any:
+    """Return what numba asks of an intrinsic whose last two arguments are the tile's shape.
+
+    ``arrays`` are the places of a, u and out among its arguments.
+    """
+    kinds = [kind if k in arrays else types.intp for k, kind in enumerate(given[:-2])]
+    shape = [kind.literal_value for kind in given[-2:]]
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        own = [context.make_array(signature.args[i])(context, builder, args[i]) for i in arrays]
+        tile = _Tile(builder, [array.data for array in own], given[0].dtype.bitwidth // 8)
+        sizes = [builder.extract_value(own[1].shape, i) for i in range(3)]
+        write(tile, [*args[:-2], *shape], sizes)
+        return context.get_dummy_value()
+
+    return types.void(*kinds, *given[-2:]), code
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def _turn(_: Any, u: Any, at: Any, stride: Any, panel: Any, to: Any) -> Any:
+    """Transpose LANES vectors of ``u``, ``stride`` apart, into a panel."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        tile = _Tile(
+            builder,
+            [
+                context.make_array(signature.args[i])(context, builder, args[i]).data
+                for i in (0, 3, 3)
+            ],
+            u.dtype.bitwidth // 8,
+        )
+        tile.turn(args[1], args[2], args[4])
+        return context.get_dummy_value()
+
+    return types.void(u, types.intp, types.intp, panel, types.intp), code
+
+
+class _Tile:
+    """Writes LLVM's code of a tile: a loop over terms that adds to sums in registers."""
+
+    def __init__(self, builder: Any, pointers: list[Any], item_bytes: int) -> None:
+        self.builder, self.item_bytes = builder, item_bytes
+        self.a, self.u, self.out = pointers
+        self.vector = vector_of(self.a.type.pointee)
+
+    def add(
+        self, shape: tuple[int, int], of_a: Any, panel: Any, of_out: Any, of_u: list[Any]
+    ) -> None:
+        """Write the code of a tile, with :func:`_tile`'s ``shape`` and places."""
+        b, (rows, vectors) = self.builder, shape
+        (at, to_row, to_term), (to, width, left), (count, terms, wide) = of_a, of_out, of_u
+        if vectors:
+            alone = b.icmp_signed("==", count, _INDEX(1))
+            to_panel = b.select(alone, _INDEX(PANEL), b.mul(terms, _INDEX(PANEL)))
+            columns = [self._column(panel, j, to_panel) for j in range(vectors)]
+        else:
+            columns = [b.sub(wide, left)]
+        places = self._places(to, width, rows, range(0, max(vectors, 1) * LANES, LANES))
+        firsts = [self._plus(at, b.mul(to_row, _INDEX(i))) for i in range(rows)]
+
+        def read(term: Any) -> tuple[list[Any], list[Any]]:
+            row, step = b.mul(term, wide), b.mul(term, to_term)
+            given = [self._plus(column, row) for column in columns]
+            factors = [self._load(self.u, place, None if vectors else left) for place in given]
+            return factors, [self._spread(self._plus(first, step)) for first in firsts]
+
+        sums = self._sums(rows, len(columns), terms, 1, read)
+        last = len(columns) - 1
+        whole = [pair for pair in places if pair[1] < last]
+        self._add_to_out({pair: places[pair] for pair in whole}, sums, None)
+        ends = {pair: place for pair, place in places.items() if pair[1] == last}
+        with b.if_else(b.icmp_signed(">=", left, _INDEX(LANES))) as (then, otherwise):
+            with then:
+                self._add_to_out(ends, sums, None)
+            with otherwise:
+                self._add_to_out(ends, sums, left)
+
+    def _add_to_out(self, places: dict[Any, Any], sums: dict[Any, Any], left: Any) -> None:
+        """Write the code that adds sums to ``out``, of each the first ``left`` numbers if given."""
+        b = self.builder
+        for pair, place in places.items():
+            total = b.fadd(self._load(self.out, place, left), sums[pair])
+            at = self._vector_at(self.out, place)
+            if left is None:
+                b.store(total, at, align=self.item_bytes)
+            else:
+                given = [total, at, ir.IntType(32)(self.item_bytes), mask(b, left)]
+                masked(b, "store", self.vector, ir.VoidType(), given)
+
+    def add_dots(
+        self, shape: tuple[int, int], at: Any, first: Any, of_out: Any, terms: Any
+    ) -> None:
+        """Write the code of a tile, with :func:`_dots`'s ``shape`` and places."""
+        b, (rows, columns), (to, width) = self.builder, shape, of_out
+        places = self._places(to, width, rows, range(columns))
+        firsts = [self._plus(at, b.mul(terms, _INDEX(i))) for i in range(rows)]
+        others = [b.mul(self._plus(first, j), terms) for j in range(columns)]
+
+        left = b.and_(terms, _INDEX(LANES - 1))
+        whole = b.sub(terms, left)
+
+        def read(term: Any, left: Any = None) -> tuple[list[Any], list[Any]]:
+            factors = [self._load(self.u, self._plus(other, term), left) for other in others]
+            return factors, [self._load(self.a, self._plus(one, term), left) for one in firsts]
+
+        def read_rest(term: Any) -> tuple[list[Any], list[Any]]:
+            return read(whole, left)
+
+        sums = self._sums(rows, columns, whole, LANES, read)
+        sums = self._sums(rows, columns, left, LANES, read_rest, sums)
+        for pair, place in places.items():
+            pointer = b.gep(self.out, [place])
+            b.store(b.fadd(b.load(pointer), total_of(b, sums[pair])), pointer)
+
+    def turn(self, at: Any, stride: Any, to: Any) -> None:
+        """Write the code of a transposition, by perfect shuffles of rows."""
+        b, half = self.builder, LANES // 2
+        places = [self._plus(at, b.mul(stride, _INDEX(i))) for i in range(LANES)]
+        rows = [b.load(self._vector_at(self.a, place), align=self.item_bytes) for place in places]
+        orders = [[start + k // 2 + LANES * (k % 2) for k in range(LANES)] for start in (0, half)]
+        index = ir.VectorType(ir.IntType(32), LANES)
+        for _ in range(LANES.bit_length() - 1):
+            pairs = zip(rows[:half], rows[half:], strict=True)
+            rows = [
+                b.shuffle_vector(one, other, ir.Constant(index, order))
+                for one, other in pairs
+                for order in orders
+            ]
+        for i, row in enumerate(rows):
+            place = self._plus(to, i * PANEL)
+            b.store(row, self._vector_at(self.out, place), align=self.item_bytes)
+
+    def _sums(
+        self, rows: int, columns: int, terms: Any, step: int, read: Any, start: Any = None
+    ) -> dict[tuple[int, int], Any]:
+        """Write the loop over terms, ``step`` at a time. ``read`` writes the loads of factors."""
+        b, zero = self.builder, ir.Constant(self.vector, [0.0] * LANES)
+        pairs = [(i, j) for i in range(rows) for j in range(columns)]
+        start = start or dict.fromkeys(pairs, zero)
+        before, loop, done = b.block, b.append_basic_block("terms"), b.append_basic_block("done")
+        b.cbranch(b.icmp_signed(">", terms, _INDEX(0)), loop, done)
+        b.position_at_end(loop)
+        term = b.phi(_INDEX)
+        sums, after = {pair: b.phi(self.vector) for pair in pairs}, {}
+        factors, others = read(term)
+        for i, j in pairs:
+            more = b.fmul(others[i], factors[j], flags=("contract",))
+            after[i, j] = b.fadd(sums[i, j], more, flags=("contract",))
+        following = self._plus(term, step)
+        for value, first, last in [(term, _INDEX(0), following)] + [
+            (sums[pair], start[pair], after[pair]) for pair in pairs
+        ]:
+            value.add_incoming(first, before)
+            value.add_incoming(last, loop)
+        b.cbranch(b.icmp_signed("<", following, terms), loop, done)
+        b.position_at_end(done)
+        found = {pair: b.phi(self.vector) for pair in pairs}
+        for pair, value in found.items():
+            value.add_incoming(start[pair], before)
+            value.add_incoming(after[pair], loop)
+        return found
+
+    def _places(self, to: Any, width: Any, rows: int, columns: Any) -> dict[tuple[int, int], Any]:
+        """Return where in ``out`` each sum belongs."""
+        b = self.builder
+        return {
+            (i, j): self._plus(to, b.mul(width, _INDEX(i)), column)
+            for i in range(rows)
+            for j, column in enumerate(columns)
+        }
+
+    def _spread(self, place: Any) -> Any:
+        return broadcast(self.builder, self.builder.load(self.builder.gep(self.a, [place])))
+
+    def _column(self, panel: Any, vector: int, to_panel: Any) -> Any:
+        """Return where in ``u`` a vector begins; ``vector`` counts from the panel's first one."""
+        panels, rest = divmod(vector, VECTORS)
+        return self._plus(self.builder.mul(self._plus(panel, panels), to_panel), rest * LANES)
+
+    def _plus(self, *parts: Any) -> Any:
+        total, *rest = (_INDEX(part) if isinstance(part, int) else part for part in parts)
+        for part in rest:
+            total = self.builder.add(total, part)
+        return total
+
+    def _vector_at(self, pointer: Any, place: Any) -> Any:
+        return self.builder.bitcast(self.builder.gep(pointer, [place]), self.vector.as_pointer())
+
+    def _load(self, pointer: Any, place: Any, left: Any = None) -> Any:
+        """Write the load of a vector; lanes from ``left`` on are zero, if it is given."""
+        b, at = self.builder, self._vector_at(pointer, place)
+        if left is None:
+            return b.load(at, align=self.item_bytes)
+        zero = ir.Constant(self.vector, [0.0] * LANES)
+        given = [at, ir.IntType(32)(self.item_bytes), mask(b, left), zero]
+        return masked(b, "load", self.vector, self.vector, given)

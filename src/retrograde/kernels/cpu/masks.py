@@ -1,0 +1,92 @@
+"""Masks of dropout on a CPU: by a hash, for :mod:`retrograde.recurrent.dropout`, and as bits."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit
+from numpy.typing import NDArray
+from torch import Tensor
+
+from retrograde.kernels.cpu.llvm.threads import ranges, share
+
+_GAMMA, _MIX_1, _MIX_2 = (
+    np.uint64(value) for value in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
+_SPREAD, _SHORT_1, _SHORT_2 = (np.uint32(v) for v in (0x9E3779B9, 0x7FEB352D, 0x846CA68B))
+_ROW_WORK = 2**16  # the numbers for which one more thread pays
+_CHUNK = 8192  # numbers at a time, so that NumPy takes little memory
+
+
+def drop(x: Tensor, seed: int, p: float, start: int, sample: int = 0) -> Tensor:
+    """Return x (L, B, W) after dropout with probability p.
+
+    ``x`` must be contiguous, and float32 or float64. ``seed`` belongs to the call and the layer,
+    and ``start`` and ``sample`` are the numbers of the first step and sample.
+    """
+    out = x.new_empty(x.shape)
+    samples, width = x.shape[1:]
+    rows = len(x) * samples
+    limit = np.uint32(min(round(p * 2**32), 2**32 - 1))
+    flat = x.view(rows, width).numpy(), out.view(rows, width).numpy()
+    keep = flat[0].dtype.type(1 - p)
+    of_call = np.uint64(seed % 2**64), keep, limit, *map(np.uint64, (start, samples, sample))
+    share(_drop, ranges(rows, 1 + x.numel() // _ROW_WORK), *flat, *of_call)
+    return out
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _mixed(z: Any) -> Any:
+    """Return 64 bits, each of which depends on all bits of z (splitmix64)."""
+    z = (z ^ (z >> np.uint64(30))) * _MIX_1
+    z = (z ^ (z >> np.uint64(27))) * _MIX_2
+    return z ^ (z >> np.uint64(31))
+
+
+@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+def _drop(
+    x: NDArray[Any], out: NDArray[Any], seed: Any, keep: Any, limit: Any, start: Any, samples:
+    Any, begin: Any, first: int, last: int,
+) -> None:  # fmt: skip
+    zero = x.dtype.type(0)
+    for row in range(first, last):
+        number = np.uint64(row)
+        step, sample = start + number // samples, begin + number % samples
+        z = _mixed(_mixed(seed + _GAMMA * step) + _GAMMA * sample)
+        low, high = np.uint32(z & np.uint64(0xFFFFFFFF)), np.uint32(z >> np.uint64(32))
+        given, left = x[row], out[row]
+        for j in range(x.shape[1]):
+            v = np.uint32(low + np.uint32(np.uint32(j) * _SPREAD))
+            v = np.uint32(v ^ (v >> np.uint32(16)))
+            v = np.uint32(np.uint32(v * _SHORT_1) + high)
+            v = np.uint32(v ^ (v >> np.uint32(15)))
+            v = np.uint32(v * _SHORT_2)
+            v = np.uint32(v ^ (v >> np.uint32(16)))
+            # The reference compares signed numbers. Unsigned ones are in the same order after the
+            # sign bit is flipped.
+            left[j] = given[j] / keep if (v ^ np.uint32(0x80000000)) >= limit else zero
+
+
+def packed(zeros_and_ones: Tensor) -> Tensor:
+    """Return a tensor of zeros and other numbers on a CPU as bits, in a tensor of bytes."""
+    flat = _whole_numbers(zeros_and_ones.detach().contiguous())
+    bits = torch.empty(-(-len(flat) // 8), dtype=torch.uint8, device="cpu")
+    for at in range(0, len(flat), _CHUNK):
+        some = np.packbits(flat[at : at + _CHUNK] != 0)
+        bits.numpy()[at // 8 :][: len(some)] = some
+    return bits
+
+
+def unpack_into(bits: Tensor, target: Tensor) -> Tensor:
+    """Write the bits as zeros and ones into a contiguous tensor, and return it."""
+    flat, one, known = _whole_numbers(target), _whole_numbers(target.new_ones(1)), bits.numpy()
+    for at in range(0, len(flat), _CHUNK):
+        some = flat[at : at + _CHUNK]
+        np.multiply(np.unpackbits(known[at // 8 :], count=len(some)), one, out=some)
+    return target
+
+
+def _whole_numbers(t: Tensor) -> Any:
+    """Return a contiguous tensor's numbers as whole numbers of NumPy's that have their bits."""
+    kind = (torch.uint8, torch.int16, torch.int32, torch.int64)[t.itemsize.bit_length() - 1]
+    return t.view(-1).view(kind).numpy()

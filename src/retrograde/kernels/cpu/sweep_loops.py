@@ -1,0 +1,205 @@
+"""The loops of :mod:`retrograde.kernels.cpu.sweep` for the sweep, and for the products of
+chunks."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retrograde.kernels.cpu.backward_loops import leave
+from retrograde.kernels.cpu.forward_loops import extent
+from retrograde.kernels.cpu.llvm.barrier import Counts, meet
+from retrograde.kernels.cpu.llvm.lanes import (
+    LANES,
+    Reals,
+    compiled,
+    load,
+    load_each,
+    store,
+    store_each,
+)
+from retrograde.kernels.cpu.llvm.tiles import PANEL, product, whole_vectors
+
+
+class SweepArrays(NamedTuple):
+    """The arrays of :class:`retrograde.kernels.cells.Slopes`, the weights and the losses.
+
+    With chunks they are (C, L, B, …). An array that is absent has no steps.
+    """
+
+    gates: Reals  # (L, B, K·H), overwritten by the gates' gradients
+    keep: Reals  # (L, B, H)
+    inner: Reals  # (L, B, H), a GRU's overwritten too
+    losses: Reals  # (L, B, H)
+    hidden: Reals  # (P, …), the columns of each part of the units, as ``product`` takes them
+    starts: NDArray[np.bool_]  # (L, B), with ``to_entry`` as in the whole backward pass
+    to_entry: Reals
+
+
+def room_for_products(size: int, parts: int) -> int:
+    """Return the size of a thread's ``room`` for products of Jacobians.
+
+    A state has one part of H units, or two for (h, c).
+    """
+    rows = parts * size + 1
+    matrices = parts * -(-size // PANEL) * size * PANEL
+    return matrices + rows * (int(whole_vectors(size)) + (2 * size if parts == 2 else 0))
+
+
+@compiled  # type: ignore[untyped-decorator]
+def sweep(
+    of: SweepArrays, g: Reals, room: Reals, units: Counts, by_units: bool, meeting: Counts,
+    first: int, last: int,
+) -> None:  # fmt: skip
+    """Sweep samples, or parts of the units, first … last − 1.
+
+    ``g`` (B, n), the gradient after the last step, is overwritten by that before step 0. ``room``
+    (P, B, W) holds whole vectors of the units of a part.
+    """
+    gates, keep, losses, (samples, state) = of.gates, of.keep, of.losses, g.shape
+    width = gates.shape[2]
+    size = state // 2 if width == 2 * state else state  # an LSTM's state is (h, c)
+    s, kept, inner = gates.reshape(-1), keep.reshape(-1), of.inner.reshape(-1)
+    known, terms, before = g.reshape(-1), losses.reshape(-1), room.reshape(-1)
+    mine = extent(by_units, units, samples, first, last)
+    for t in range(gates.shape[0] - 1, -1, -1):
+        for part in range(mine[0], mine[1]):
+            left, right = units[part], units[part + 1]
+            room[part, mine[2] : mine[3]] = 0
+            for b in range(mine[2], mine[3]):
+                row, to = (t * samples + b) * size, (part * samples + b) * room.shape[2] - left
+                for j in range(left, right, LANES):
+                    rest, at, v, of_h = right - j, row + j, row // size * width + j, b * state + j
+                    x = load(known, of_h, rest)
+                    if losses.shape[0]:
+                        x = x + load(terms, at, rest)
+                    if state == size:
+                        for k in range(v, v - j + width, size):
+                            store(s, k, x * load(s, k, rest), rest)
+                        if keep.shape[0]:
+                            store(before, to + j, x * load(kept, at, rest), rest)
+                            store(inner, at, x * load(inner, at, rest), rest)
+                    else:
+                        d = load(known, of_h + size, rest) + x * load(inner, at, rest)
+                        store(known, of_h + size, d * load(kept, at, rest), rest)
+                        i, f, n, o = load_each(s, v, size, rest, 4)
+                        store_each(s, v, size, rest, (d * i, d * f, d * n, x * o))
+        if by_units and last - first < len(units) - 1:
+            meet(meeting, gates.shape[0] - t)
+        for part in range(mine[0], mine[1]):
+            low, many, left = mine[2], mine[3] - mine[2], units[part]
+            count, at = units[part + 1] - left, (t * samples + low) * width
+            own, wide = room[part, low : mine[3]].reshape(-1), room.shape[2]
+            product(s, at, width, 1, many, of.hidden[part], count, own, wide)
+            for b in range(many):
+                g[low + b, left : left + count] = own[b * wide : b * wide + count]
+        if of.starts.shape[0]:
+            leave(of.starts[t], g, of.to_entry, first, last)
+
+
+@compiled  # type: ignore[untyped-decorator]
+def sweep_chunks(
+    of: SweepArrays, after: Reals, units: Counts, meeting: Counts, rooms: Reals, number: int,
+    first: int, last: int,
+) -> None:  # fmt: skip
+    """Sweep chunks first … last − 1, each from the gradient ``after`` it (C, B, n).
+
+    ``units`` has one part, and each thread's of ``rooms`` (1, B, W) whole vectors.
+    """
+    for c in range(first, last):
+        own = SweepArrays(
+            of.gates[c], of.keep[c], of.inner[c], of.losses[c], of.hidden, of.starts, of.to_entry
+        )
+        sweep(own, after[c], rooms[number], units, False, meeting, 0, after.shape[1])
+
+
+@compiled  # type: ignore[untyped-decorator]
+def products_state(
+    of: SweepArrays, rows: Reals, rooms: Reals, number: int, first: int, last: int
+) -> None:
+    """Write the products P, and d, of chunks first … last − 1 to ``rows`` (C, B, H + 1, H).
+
+    This is for RNN and GRU.
+    """
+    size, hidden, room = rows.shape[3], of.hidden, rooms[number]
+    wide = whole_vectors(size)
+    panel, whole = hidden.shape[2], hidden.shape[0] * size * hidden.shape[2]
+    jacobian = room[:whole].reshape(hidden.shape[0], size, panel)
+    new = room[whole : whole + (size + 1) * wide]
+    for c in range(first, last):
+        for b in range(of.gates.shape[2]):
+            row = rows[c, b]
+            _identity(row)
+            for t in range(of.gates.shape[1] - 1, -1, -1):
+                if of.losses.shape[1]:
+                    for j in range(size):
+                        row[size, j] += of.losses[c, t, b, j]
+                _sum_scaled(of.gates[c, t, b], hidden, 0, of.gates.shape[3] // size, jacobian)
+                if of.keep.shape[1]:
+                    for j in range(size):
+                        jacobian[j // panel, j, j % panel] += of.keep[c, t, b, j]
+                new[:] = 0
+                product(row.reshape(-1), 0, size, 1, size + 1, jacobian, wide, new, wide)
+                row[:] = new.reshape(size + 1, wide)[:, :size]
+
+
+@compiled  # type: ignore[untyped-decorator]
+def products_lstm(
+    of: SweepArrays, rows: Reals, rooms: Reals, number: int, first: int, last: int
+) -> None:
+    """Write the products P, and d, of an LSTM's chunks to ``rows`` (C, B, 2 H + 1, 2 H).
+
+    The chunks are first … last − 1. A step multiplies by the two factors of the Jacobian:
+    d = g_c + g_h e; g_h ← d a + g_h (s_o U_o); g_c ← d f.
+    """
+    size, hidden, room = rows.shape[3] // 2, of.hidden, rooms[number]
+    wide = whole_vectors(size)
+    whole, count = hidden.shape[0] * size * hidden.shape[2], 2 * size + 1
+    a = room[:whole].reshape(hidden.shape[0], size, hidden.shape[2])
+    through = room[whole : 2 * whole].reshape(hidden.shape[0], size, hidden.shape[2])
+    rest = room[2 * whole :]
+    d = rest[: count * size].reshape(count, size)
+    h = rest[count * size : 2 * count * size].reshape(count, size)
+    new = rest[2 * count * size : count * (2 * size + wide)]
+    for c in range(first, last):
+        for b in range(of.gates.shape[2]):
+            row = rows[c, b]
+            _identity(row)
+            for t in range(of.gates.shape[1] - 1, -1, -1):
+                if of.losses.shape[1]:
+                    for j in range(size):
+                        row[2 * size, j] += of.losses[c, t, b, j]
+                _sum_scaled(of.gates[c, t, b], hidden, 0, 3, a)
+                _sum_scaled(of.gates[c, t, b], hidden, 3, 4, through)
+                for i in range(count):
+                    for j in range(size):
+                        h[i, j] = row[i, j]
+                        d[i, j] = row[i, size + j] + row[i, j] * of.inner[c, t, b, j]
+                        row[i, size + j] = d[i, j] * of.keep[c, t, b, j]
+                new[:] = 0
+                product(d.reshape(-1), 0, size, 1, count, a, wide, new, wide)
+                product(h.reshape(-1), 0, size, 1, count, through, wide, new, wide)
+                row[:, :size] = new.reshape(count, wide)[:, :size]
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _identity(row: Reals) -> None:
+    row[:] = 0
+    for j in range(row.shape[1]):
+        row[j, j] = 1
+
+
+@compiled  # type: ignore[untyped-decorator]
+def _sum_scaled(gates: Reals, hidden: Reals, first: int, last: int, out: Reals) -> None:
+    """Write Σ_k diag(gates_k) U_k to ``out``, for gates first … last − 1 of ``gates`` (K·H,).
+
+    All matrices are in panels.
+    """
+    size = out.shape[1]
+    out[:] = 0
+    for p in range(out.shape[0]):
+        for k in range(first * size, last * size, size):
+            for i in range(size):
+                scale, u, total = gates[k + i], hidden[p, k + i], out[p, i]
+                for j in range(out.shape[2]):
+                    total[j] += scale * u[j]

@@ -1,0 +1,340 @@
+"""Runs of layers: modules that a model calls one after the other, each on the previous output.
+
+The model is called once, without gradients, and every call of a module is recorded: its arguments,
+its result, and the calls within it. Runs are then found from the outermost calls inward. The layers
+of a ``Sequential`` count as calls of the model, since it calls them one after the other too. The
+search opens a module that holds more than a quarter of the model's bytes, if runs within it hold
+nearly all of these.
+"""
+
+import itertools
+import sys
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Collection, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import container
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from retrograde.cells.any_recurrent import Recurrent
+from retrograde.models.budget.replace_modules import is_chain
+from retrograde.models.rows.arguments import Arguments, made_by, tensors_in, tied
+from retrograde.models.rows.layer_run import Tied, is_inplace_activation, passes_through
+from retrograde.models.sequential import Sequential
+from retrograde.replay.surroundings import version
+from retrograde.run.transforms import besides_forward
+
+_BUDGETED = (nn.RNNBase, Sequential, Recurrent)
+_CHECKPOINTED = "is run again by torch.utils.checkpoint: turn the model's own checkpointing off"
+_OPENED = 1 / 4  # of the model's bytes: a module with more is opened
+_NEARLY_ALL = 0.9
+_SMALL = 1 / 64  # of the model's bytes: a run with less is ignored
+
+
+@dataclass(eq=False)
+class ModuleCall:
+    """One call of a module. It has numbers instead of tensors, so that it keeps none alive.
+
+    Attributes:
+        checkpoints: whether torch.utils.checkpoint runs it, or a call within it.
+        given: the numbers of the tensors in each argument that has some, by position or name. A
+            write to a tensor gives it another number.
+        slot: the argument that is the state, in a run.
+        made: the numbers of the returned tensors that lie in memory of their own.
+        refusal: why it cannot be a layer of a run, or None; "" if a user could not help it.
+        inside: the calls within it.
+        takes: the bytes of its first argument.
+        held: the bytes of all tensors returned within it.
+    """
+
+    name: str
+    module: nn.Module
+    checkpoints: bool = False
+    given: dict[int | str, set[int]] = field(default_factory=dict)
+    slot: int | str = 0
+    made: set[int] = field(default_factory=set)
+    refusal: str | None = None
+    inside: list["ModuleCall"] = field(default_factory=list)
+    takes: int = 0
+    held: int = 0
+
+    def slot_of(self, numbers: Collection[int]) -> int | str | None:
+        """Return the first argument that has a tensor with one of these numbers."""
+        return next((slot for slot, given in self.given.items() if given & {*numbers}), None)
+
+    @property
+    def reads(self) -> set[int]:
+        return set().union(*self.given.values())
+
+
+#: Layers that are called one after the other.
+Layers = list[ModuleCall]
+
+
+class _Begun(Arguments):
+    """The arguments of a call, and the tensors' versions, when it began."""
+
+    def __init__(self, args: Any, kwargs: Any) -> None:
+        super().__init__(args, kwargs)
+        self.versions = {id(t): version(t) for t in tensors_in(self.leaves)}
+
+    def changes(self, now: Arguments) -> str | None:
+        """Return why a call cannot be run again that ends with these arguments, or None."""
+        if self.spec != now.spec or [*map(id, self.leaves)] != [*map(id, now.leaves)]:
+            return "changes a list or a dict that it is given: expected it to return what is new"
+        writes = any(version(t) != self.versions[id(t)] for t in tensors_in(self.leaves))
+        return "" if writes else None
+
+
+@contextmanager
+def noted(model: nn.Module) -> Iterator[ModuleCall]:
+    """Record every call of a model's modules within a block; the yielded call contains them."""
+    names = {id(module): name for name, module in model.named_modules()}
+    top = ModuleCall("", model)
+    stack = [(top, _Begun((), {}))]
+    known: Any = WeakTensorKeyDictionary()
+    count = itertools.count()
+
+    def number(t: Tensor, begun: _Begun | None = None) -> int:
+        """Return the number of a tensor, as it is now or was when a call began."""
+        at = version(t) if begun is None else begun.versions.get(id(t), version(t))
+        found: int = known.setdefault(t, {}).setdefault(at, next(count))
+        return found
+
+    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        call = ModuleCall(names[id(module)], module, _in_checkpoint())
+        stack[-1][0].inside.append(call)
+        stack.append((call, _Begun(args, kwargs)))
+
+    def after(module: nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        call, begun = stack.pop()
+        assert call.module is module
+        named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+        given = {slot: {number(t, begun) for t in tensors_in(value)} for slot, value in named}
+        call.given = {slot: numbers for slot, numbers in given.items() if numbers}
+        made = made_by(result, (args, kwargs))
+        is_outermost = call.checkpoints and not stack[-1][0].checkpoints
+        call.checkpoints |= any(one.checkpoints for one in call.inside)
+        if call.checkpoints:
+            call.refusal = _CHECKPOINTED if is_outermost else ""
+        elif not call.given or not _is_plain(module):
+            call.refusal = ""
+        else:
+            call.refusal = begun.refusal() or begun.changes(Arguments(args, kwargs))
+            if call.refusal is None and not any(t is not None for t in made):
+                call.refusal = ""
+        call.takes = sum(t.nbytes for t in tensors_in(args[:1]))
+        found = tensors_in(result)
+        call.made = {
+            number(t) for t in (found if is_inplace_activation(module) else made) if t is not None
+        }
+        theirs = {id(t) for t in tensors_in(args)}
+        own = sum(t.nbytes for t in found if id(t) not in theirs)
+        call.held = sum(one.held for one in call.inside) if call.inside else own
+
+    handles = []
+    for module in model.modules():
+        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        # Before other hooks: what one of them returns in place of a result is not the layer's.
+        handles.append(module.register_forward_hook(after, prepend=True, with_kwargs=True))
+    try:
+        with torch.no_grad():
+            yield top
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class CallOrder:
+    """The calls of a model, and the runs of layers among them."""
+
+    def __init__(self, top: ModuleCall) -> None:
+        for call in _all(top):
+            if is_chain(call.module):  # its layers share its budget
+                call.inside = []
+        self.top, self.every = top, [*_all(top)]
+        self.whole = sum(call.held for call in top.inside)
+        self.times = Counter(id(call.module) for call in self.every)
+        self.ready = {id(call) for call in self.every if call.refusal is None}
+        self.tied = tied(one.module.parameters(recurse=not one.inside) for one in self.every)
+        self.names = [call.name for call in self.every]
+        self.preferred: list[Layers] = []  # the runs that should become chains
+        self.refused: dict[str, str] = {}  # those that cannot, and the reasons
+        self.fill: float | None = None  # what numbers are to be drawn, so that all layers run
+
+    def runs(self) -> list[Layers]:
+        """Return the runs of calls, the outermost possible; small runs are ignored.
+
+        Layers may be called several times, if always in the same run. Others divide a run. A run
+        of one call is one of no others.
+        """
+        opened, whole = (self._runs(self.top, large) for large in (_OPENED * self.whole, inf))
+        runs = min(whole, opened, key=self._least)
+        alike: dict[Hashable, list[Layers]] = defaultdict(list)
+        for run in runs:
+            alike[tuple((id(c.module), c.slot) for c in run)].append(run)
+        found: list[Layers] = [[]]
+        for same in alike.values():
+            times = Counter(id(call.module) for call in same[0] for _ in same)
+            for call in same[0]:
+                if (
+                    is_inplace_activation(call.module)
+                    or self.times[id(call.module)] == times[id(call.module)]
+                ):
+                    found[-1] += (
+                        [call] if found[-1] or not is_inplace_activation(call.module) else []
+                    )
+                else:
+                    found.append([])
+            found.append([])
+        least = _SMALL * self.whole
+        found = [run for run in found if len(run) > 1 and sum(c.held for c in run) >= least]
+        taken = {id(call) for run in found for call in run}
+        return found + [[call] for call in self._alone(self.top, taken) if call.held >= least]
+
+    def _alone(self, around: ModuleCall, taken: set[int]) -> Iterator[ModuleCall]:
+        """Yield the outermost calls of several modules that are in no run, and have none within."""
+        for call in around.inside:
+            if id(call) in taken:
+                continue
+            ready = call.name and id(call) in self.ready and self.times[id(call.module)] == 1
+            if not ready or any(id(one) in taken for one in _all(call)):
+                yield from self._alone(call, taken)
+            elif call.inside:
+                call.slot = next(iter(call.given))
+                yield call
+
+    def _runs(self, around: ModuleCall, large: float) -> list[Layers]:
+        """Return the outermost runs among the calls within one call. A call that holds a ``large``
+        part of the model's bytes is opened, or a quarter if it stands alone."""
+        found, current = list[Layers](), Layers()
+
+        def close() -> None:
+            call, *more = current or [around]
+            is_run = more or (call.inside and self.times[id(call.module)] == 1)
+            if current and is_run and (more or call.held <= _OPENED * self.whole):
+                found.append(current[:])
+            elif current:
+                within = self._runs(call, large)
+                found.extend(within if is_run or _is_better(within, call) else [])
+            current.clear()
+
+        calls = _opened(around, self.ready)
+        uses = _uses(calls)
+        for call in calls:
+            if (
+                current
+                and is_inplace_activation(call.module)
+                and call.given.get(0) == current[-1].made
+            ):
+                current.append(call)
+                continue
+            within = self._runs(call, large) if call.held > large else []
+            if id(call) not in self.ready or _is_better(within, call):
+                close()
+                found.extend(within or self._runs(call, large))
+                continue
+            made = {n for n in current[-1].made if uses[n] == 1} if current else set()
+            slot = call.slot_of(made)
+            if slot is None:
+                close()
+                slot = next(iter(call.given))
+            call.slot = slot
+            current.append(call)
+        close()
+        return found
+
+    def tied_from(self, run: Layers) -> Tied:
+        """Return where the weights of several calls are, one of which is in a run or comes after
+        it."""
+        later = self.every[self.every.index(run[0]) :]
+        parts = dict.fromkeys(part for call in later for part in call.module.modules())
+        return [(m, name) for m in parts for name, p in m._parameters.items() if p in self.tied]
+
+    def refuse(self, kind: type[nn.Module]) -> None:
+        """Leave the layers of a class out of all runs, for one of them was refused."""
+        self.ready -= {id(one) for one in self.every if type(one.module) is kind}
+        self.preferred = self.runs()
+
+    def _least(self, runs: list[Layers]) -> int:
+        """Return what the model holds if later runs hold their input, and one layer holds more."""
+        held = [call.held for run in runs for call in run]
+        return self.whole - sum(held) + max(held, default=0) + sum(r[0].takes for r in runs[1:])
+
+    def refusals(self) -> dict[str, str]:
+        """Return the reasons why larger modules of the model cannot be layers of a chain."""
+        large = (call for call in self.every if call.held >= _SMALL * self.whole)
+        told = {call.name: call.refusal for call in large if call.refusal}
+        return self.refused | told
+
+
+def _is_better(runs: list[Layers], call: ModuleCall) -> bool:
+    """Return whether runs within a call hold nearly all of its bytes, no layer most of them."""
+    held = [one.held for run in runs for one in run]
+    return sum(held) >= _NEARLY_ALL * call.held > 0 and 4 * max(held) < 3 * call.held
+
+
+def _opened(around: ModuleCall, ready: set[int]) -> list[ModuleCall]:
+    """Return the calls within one call.
+
+    A ``Sequential`` is replaced by the calls within it, and so is a module that only calls one
+    layer after the other.
+    """
+    found = []
+    for call in around.inside:
+        layers = _opened(call, ready) if call.inside else []
+        if layers and (_is_sequential(call.module) or _is_straight(call, layers, ready)):
+            found += layers
+        elif not passes_through(call.module):
+            found.append(call)
+    return found
+
+
+def _is_sequential(module: nn.Module) -> bool:
+    calls = type(module).forward is container.Sequential.forward
+    return calls and besides_forward(module) is None
+
+
+def _is_straight(call: ModuleCall, layers: Layers, ready: set[int]) -> bool:
+    """Return whether a call only calls its layers in turn, and returns the last one's output."""
+    if id(call) not in ready:
+        return False
+    uses = _uses(layers)
+    if is_inplace_activation(layers[0].module) or not layers[0].reads & call.reads:
+        return False
+    for layer, after in pairwise(layers):
+        if after.slot_of(layer.made) is None or max(uses[n] for n in layer.made) > 1:
+            return False
+    usable = all(is_inplace_activation(layer.module) or id(layer) in ready for layer in layers)
+    return usable and layers[-1].made == call.made
+
+
+def _uses(calls: Layers) -> Counter[int]:
+    """Count, for each tensor, the calls that are given it."""
+    return Counter(n for call in calls for n in call.reads)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Return whether a module has its class's own forward, and nothing with a budget inside."""
+    has_budget = any(isinstance(part, _BUDGETED) for part in module.modules())
+    return "forward" not in vars(module) and not has_budget
+
+
+def _all(around: ModuleCall) -> Iterator[ModuleCall]:
+    for call in around.inside:
+        yield call
+        yield from _all(call)
+
+
+def _in_checkpoint() -> bool:
+    """Return whether ``torch.utils.checkpoint`` runs the caller of this function."""
+    file = getattr(sys.modules.get("torch.utils.checkpoint"), "__file__", None)
+    frames = traceback.walk_stack(None) if file is not None else ()
+    return any(frame.f_code.co_filename == file for frame, _ in frames)

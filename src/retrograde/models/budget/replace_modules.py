@@ -1,0 +1,143 @@
+"""torch's modules turned into ours, in place: the object stays, its class changes.
+
+So all references to a module stay valid: its parents under all their names, its parameters, an
+optimizer made before, its hooks, its ``state_dict``. A :func:`twin` answers questions before
+anything changes.
+"""
+
+import functools
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, TypeGuard, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import container
+from torch.nn.utils import parametrize
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
+
+from retrograde.errors import NotExactError
+from retrograde.models.sequential import Sequential
+from retrograde.recurrent.base import BudgetedRNN
+from retrograde.recurrent.modules import GRU, LSTM, RNN
+from retrograde.recurrent.weights import TORCHS_OWN
+
+#: Modules that can get a budget, and the classes that they become.
+Swappable = nn.RNNBase | nn.Sequential
+Budgeted = BudgetedRNN | Sequential
+
+# torch's classes, even if a program has replaced torch's names by ours.
+_OURS: dict[type[nn.Module], type[BudgetedRNN]] = dict(
+    zip(TORCHS_OWN, (RNN, GRU, LSTM), strict=True)
+)
+
+
+def is_chain(module: nn.Module) -> TypeGuard[nn.Sequential]:
+    """Return whether a module is a ``Sequential`` of ours that can have a budget."""
+    if type(module) is not Sequential or module.backward is not None:
+        return False
+    recurrent = any(isinstance(part, nn.RNNBase) for part in module.modules())
+    return not recurrent and len(module) > 1
+
+
+def twin(module: Swappable) -> Budgeted:
+    """Return a module of ours with another's options, parameters and mode, but not its hooks or
+    budget. A module of ours keeps its ``backward``. The other module is unchanged. Raises CellError
+    if it may compute something else: an unknown class, or a replaced ``forward``."""
+    kind = _class_for(module)
+    other: Any = kind.__new__(kind)
+    fresh: dict[str, Any] = vars(Sequential()) if kind is Sequential else {}
+    for base in _OURS.values():
+        if issubclass(kind, base):
+            fresh = vars(base(1, 1, device="meta"))
+    vars(other).update({**fresh, **vars(module), "memory": None})
+    hooks = [name for name in vars(other) if name.endswith("_hooks")]
+    vars(other).update({name: OrderedDict() for name in hooks})
+    if "schedule" in vars(other):
+        other.schedule = None
+    return cast(Budgeted, other)
+
+
+def replace_module(module: Swappable, other: Budgeted) -> None:
+    """Turn a module into its :func:`twin`, in place, once the twin's ``memory`` is set."""
+    asked = ("memory", "schedule")
+    new = [name for name in vars(other) if name in asked or name not in vars(module)]
+    vars(module).update({name: vars(other)[name] for name in new})
+    module.__class__ = type(other)
+
+
+def wrapped(kind: type[nn.Module]) -> type[nn.Module] | None:
+    """Return torch's class from which a class is derived without a change to its computation. The
+    class may add to torch's, or wrap its ``forward``. None otherwise, and for torch's own
+    classes."""
+    base = next((base for base in _OURS if issubclass(kind, base) and kind is not base), None)
+    if base is None or issubclass(kind, BudgetedRNN):
+        return None
+    theirs = [c for c in kind.__mro__ if not issubclass(base, c)]
+    named = {name for c in (BudgetedRNN, nn.RNNBase, base) for name in vars(c)}
+    changed = {name for c in theirs for name in vars(c)} & named
+    changed = {name for name in changed if not name.startswith("__")} - _FREE
+    return None if changed else base
+
+
+_FREE = {"forward", "extra_repr", "reset_parameters"}  # what a derived class may change
+
+
+@functools.lru_cache
+def _derived(kind: type[nn.Module], base: type[nn.Module]) -> type[Budgeted]:
+    """Return the same class, with ours as the class that ``super().forward`` finds."""
+    return type(kind.__name__, (kind, _OURS[base]), {"__module__": kind.__module__})
+
+
+def _class_for(module: Swappable) -> type[Budgeted]:
+    kind = type(module)
+    if issubclass(kind, BudgetedRNN | Sequential):
+        return kind
+    if "forward" in vars(module):
+        raise NotExactError(
+            f"the forward of this {kind.__name__} was replaced by a function: expected torch's "
+            "own; divide the budget before other tools wrap the model"
+        )
+    if isinstance(module, container.Sequential):
+        return Sequential
+    if kind in _OURS:
+        return _OURS[kind]
+    if parametrize.is_parametrized(module) and kind.__bases__[0] in _OURS:
+        own = {name: v for name, v in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+        return type(kind.__name__, (_OURS[cast(Any, kind.__bases__[0])],), own)
+    if (base := wrapped(kind)) is not None:
+        return _derived(cast(Any, kind), cast(Any, base))
+    raise NotExactError(
+        f"{kind.__name__} is a class of its own: expected torch.nn's RNN, GRU or LSTM, or one that "
+        f"only wraps its forward; derive it from rg.{module.mode.split('_')[0]}, and it is given a "
+        "budget as it is"
+    )
+
+
+def as_if_recorded(outputs: Any, given: Sequence[Tensor]) -> Any:
+    """Return outputs that require a gradient as recorded ones do; they may be written to."""
+    if isinstance(outputs, PackedSequence):
+        return outputs._replace(data=as_if_recorded(outputs.data, given))
+    if not isinstance(outputs, Tensor):
+        return pytree.tree_map_only(Tensor, lambda t: as_if_recorded(t, given), outputs)
+    if not (outputs.is_floating_point() or outputs.is_complex()):
+        return outputs
+    return _Historied.apply(outputs.detach(), *given)  # type: ignore[no-untyped-call]
+
+
+class _Historied(torch.autograd.Function):
+    """The same tensor, with a history that keeps nothing in memory."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Tensor, *given: Tensor) -> Tensor:
+        ctx.mark_dirty(t)
+        return t
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise NotExactError(
+            "the model's forward pass differentiates through a budgeted module: budget() runs it "
+            "on the sample without recording that; expected a model that is differentiated by its "
+            "caller"
+        )

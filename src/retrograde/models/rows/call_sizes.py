@@ -1,0 +1,369 @@
+"""What one call of a layer takes, in each way to keep it.
+
+The call runs by itself, on the arguments that a model gives it. It runs without a graph, and with
+one that is kept whole, lean, or dropped. So measuring holds what one call takes, and the gradients
+of its parameters. It leaves no trace.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from retrograde.errors import BudgetError, NotExactError
+from retrograde.machine import MEASURING, now, tell
+from retrograde.models.rows.arguments import Arguments, ResultBytes, tensors_in
+from retrograde.models.rows.phases import RERUN_BYTES, TURNED, Phases, Weights
+from retrograde.models.rows.rerun import DROPPED, DROPPED_LEAN, KEPT, LEAN, Recomputable
+from retrograde.models.rows.trials import architecture_key, options_key, parts_of, tensors_of
+from retrograde.plan.calls import (
+    CallSizes,
+    OutputLifetime,
+    Part,
+    Way,
+    fastest,
+    kept_whole,
+    least,
+    one_after_the_other,
+    peak_of,
+)
+from retrograde.run.core import raise_again
+from retrograde.run.transforms import is_unreal, refuse_sharded, refuse_transforms
+from retrograde.sizes.allocations import Phase, measure_phases
+from retrograde.sizes.cache import LRUCache
+from retrograde.units import format_bytes
+
+_MARK_BYTES = 8  # one number, which tells a generator's position before and after a run
+_ALIKE = 65 / 64  # bytes of two calls
+_ROUNDS = 3
+_MORE_SECONDS = 0.03  # a call that takes longer in all ways is timed once more, not thrice
+_AGAIN = {KEPT: DROPPED, LEAN: DROPPED_LEAN}  # ways of which both reruns are alike
+_FORWARD = -2  # a way: run without a graph
+#: The order of measuring. What the others are compared with comes last, when all kernels were used.
+_ORDER = (TURNED, DROPPED_LEAN, DROPPED, LEAN, KEPT)
+_WHOLE = slice(-6, None)  # the phases of a call that is kept whole
+
+
+@dataclass
+class PassMeasurements:
+    """What is known of the passes with one kind of input.
+
+    Attributes:
+        active: of called layers, those that do not just return their input.
+        units, raw, sizes: of their calls, as far as they were measured.
+        plans: by budget.
+        tied: the weights that several calls have.
+        kept: what the model keeps for later: 0 is the first input, k the output of call k − 1.
+        lingers: pairs of a call and such a state, which is still there while the call first runs.
+        most: bytes that the operations of calls made whose sizes depend on data.
+    """
+
+    active: Sequence[int] = ()
+    units: list[Recomputable] = field(default_factory=list)
+    sizes: list[CallSizes] = field(default_factory=list)
+    plans: dict[int, tuple[Part, ...]] = field(default_factory=dict)
+    tied: Weights = frozenset()
+    kept: set[int] = field(default_factory=set)
+    lingers: set[tuple[int, int]] = field(default_factory=set)
+    raw: list[CallSizes] = field(default_factory=list)
+    most: dict[int, int] = field(default_factory=dict)
+
+    @contextmanager
+    def watched(
+        self, at: int, layers: Sequence[nn.Module], given: Arguments,
+        made: Sequence[Tensor | None] | None,
+    ) -> Iterator[list[str]]:  # fmt: skip
+        """Notice, of a call whose sizes depend on data, if it takes more than any before (rule 12).
+        Then it is measured anew, and its name is in the list that the block gets."""
+        grew = list[str]()
+        if at not in self.most:
+            yield grew
+            return
+        with ResultBytes() as found:
+            yield grew
+        if found.nbytes <= self.most[at] * _ALIKE + self.raw[at].noted_bytes:
+            return
+        with MEASURING:
+            self.raw[at] = Plans().measure(self.units[at], layers, given, made, self.tied)
+            self.most[at] = found.nbytes
+            every = [*zip(self.units, self.raw, strict=True)]
+            self.units, self.sizes, self.raw = [], [], []
+            for k, one in enumerate(every, 1):
+                self.add(*one, last=k == len(every))
+            self.settle()
+            self.plans.clear()
+            vars(self).pop("least_bytes", None)
+        grew.append(self.units[at].name)
+
+    def add(
+        self, unit: Recomputable, found: CallSizes, *, last: bool, made: int | None = None
+    ) -> None:
+        """Add the next call, whose operations ``made`` so many bytes, if that depends on data. What
+        it hands on of what the call before made is held throughout. A gradient that it hands on may
+        wait in larger memory, or have to be copied."""
+        if made is not None:
+            self.most[len(self.raw)] = made
+        self.raw.append(found)
+        handed = found.handed_bytes if self.sizes else 0
+        for at in range(len(self.sizes) - 1, -1, -1) if found.gradient_slack_bytes else ():
+            self.sizes[at] = self.sizes[at].held_back(found.gradient_slack_bytes)
+            if not self.sizes[at].aliases_input:
+                break
+        if self.sizes:
+            less = self.sizes[-1].output_bytes - handed
+            self.sizes[-1] = replace(self.sizes[-1], output_bytes=less)
+        found = replace(
+            found, input_bytes=found.input_bytes - handed, left_bytes=found.left_bytes + handed
+        )
+        self.units.append(unit)
+        self.sizes.append(found)
+        turned = last  # the caller's gradient may lie in memory in any way
+        waits = sum(p.nbytes for p in self.tied if p.requires_grad)  # their gradients add up
+        for at in range(len(self.sizes) - 1, -1, -1) if last else ():
+            size = self.sizes[at]
+            self.sizes[at] = size.held_back(waits, size.reorder_bytes if turned else 0)
+            turned = size.reorders_gradient[turned]
+
+    @property
+    def is_measured(self) -> bool:
+        return len(self.sizes) == len(self.active)
+
+    @property
+    def ordinary_bytes(self) -> int:
+        return peak_of(self.sizes, kept_whole(self.sizes))
+
+    @cached_property
+    def least_bytes(self) -> int:
+        """The smallest budget; asked once all calls are measured."""
+        return min(self.ordinary_bytes, least(self.sizes))
+
+    def is_ordinary(self, plan: tuple[Part, ...]) -> bool:
+        """Return whether a plan is what runs without a budget, which fills autocast's cache."""
+        casts = torch.is_autocast_enabled(self.units[0].surroundings.device.type)
+        return plan == kept_whole(self.sizes) and not casts
+
+    def plan(self, memory: int) -> tuple[Part, ...]:
+        """Return the fastest plan within a budget.
+
+        Raises:
+            BudgetError: the budget is too small; the message names the least one.
+        """
+        if memory not in self.plans:
+            if memory < self.least_bytes:
+                raise too_small(memory, self.least_bytes, self)
+            self.plans[memory] = fastest(self.sizes, memory)
+        return self.plans[memory]
+
+    def late_plan(self, room: int) -> tuple[Part, ...]:
+        """Return the plan of a pass that was measured while it ran, as one group."""
+        return (Part(0, len(self.sizes), 0, fastest(self.sizes, max(room, least(self.sizes)))),)
+
+    @classmethod
+    def of_rows(
+        cls, kinds: Sequence["PassMeasurements"], waits: Sequence[OutputLifetime]
+    ) -> "PassMeasurements":
+        """Return what is known of rows that run one after the other, and wait for each other."""
+        if len(kinds) == 1:
+            return kinds[0]
+        units = [unit for kind in kinds for unit in kind.units]
+        return cls(units=units, sizes=one_after_the_other([one.sizes for one in kinds], waits))
+
+    def settle(self) -> None:
+        """Count states that the model keeps, or their gradients that wait, once all are known."""
+        outputs = [self.sizes[0].input_bytes, *(size.output_bytes for size in self.sizes)]
+        for k, size in enumerate(self.sizes):
+            there = [i for call, i in self.lingers if call == k and i not in self.kept]
+            size = size.first_beside(sum(outputs[i] for i in there))
+            size = size.beside(outputs[k + 1] if k + 1 in self.kept else 0)
+            self.sizes[k] = size.beside(outputs[0] if k == 0 and 0 in self.kept else 0)
+
+
+def too_small(memory: int, least: int, kind: PassMeasurements) -> BudgetError:
+    """Return an error that names the least budget, and the layer that needs most."""
+    needs = [min(max(w.first_bytes, w.backward_bytes) for w in size.ways) for size in kind.sizes]
+    largest = kind.units[needs.index(max(needs))].name
+    return BudgetError(
+        f"the memory of {memory} bytes ({format_bytes(memory)}) is too small for an input of this "
+        f"kind: expected at least {least} bytes ({format_bytes(least)}), most of it for layer "
+        f"{largest}; raise the budget, or make the batch smaller",
+        least,
+    )
+
+
+def larger(name: str, need: int, room: int, kind: PassMeasurements) -> str:
+    """Return the warning of a call that takes more than was planned (rule 12)."""
+    return _LARGER.format(name, need, room, kind.least_bytes)
+
+
+_LARGER = (
+    "layer {} takes more for these data than for all data of the same shapes before: this pass "
+    "needs {} bytes of the {} allowed; the next ones keep the budget if it is at least {}; let the "
+    "sample, or the first call, have the data that need the most"
+)
+
+
+class Plans:
+    """The measurements and plans of the recent passes through some layers. A copy is empty.
+
+    Calls of layers of one make are measured once, and those of one class are timed once. A further
+    call of a class runs once, kept whole. If it allocates and releases what one before did, step by
+    step in both passes, it takes what that took.
+    """
+
+    def __init__(self) -> None:
+        self.kinds: LRUCache[PassMeasurements] = LRUCache()
+        self.sizes: dict[Hashable, CallSizes] = {}
+        self.seen: dict[Hashable, dict[Hashable, CallSizes]] = {}  # by class, and what a call did
+        self.seconds: dict[Hashable, dict[int, float]] = {}
+
+    def __reduce__(self) -> Any:
+        return type(self), ()
+
+    def kind_of(
+        self, layers: Sequence[nn.Module], given: Arguments, find: Callable[[], PassMeasurements]
+    ) -> PassMeasurements | None:
+        """Return what is known of passes with arguments of this kind; ``find`` it if nothing is.
+        The result is None if there is nothing to backpropagate, or no memory to measure."""
+        parts = parts_of(layers)
+        tensors = tensors_of(parts)
+        used = (*tensors_in(given.state), *tensors)
+        if is_unreal(used) or not any(t.requires_grad for t in used):
+            return None
+        if any(map(is_lazy, tensors)):
+            raise NotExactError(
+                "the layers have parameters without a shape yet: expected all of them; call the "
+                "lazy model once before, with memory=None"
+            )
+        refuse_transforms(used)
+        refuse_sharded(parts, used)
+        texts = options_key(parts, tensors)
+        key = given.kind(), texts, tuple(map(id, layers))
+        return self.kinds.get(key, find, (*parts, *tensors))
+
+    def measure(
+        self, unit: Recomputable, layers: Sequence[nn.Module], given: Arguments,
+        made: Sequence[Tensor | None] | None, tied: Weights, repeats: int | None = None,
+    ) -> CallSizes:  # fmt: skip
+        """Return the sizes of a call. ``made`` are the tensors that the call before made, or None
+        for the first call. One that lies in memory of that call's own input is None."""
+        parts, first = parts_of(layers), made is None
+        kind = given.kind(), *(t in tied for t in unit.reads if tied)
+        made = tensors_in(given.state) if made is None else made
+        memory = first or tuple(t if t is None else t.untyped_storage().nbytes() for t in made)
+        key = architecture_key(parts), kind, memory
+        if key[0] is None or key not in self.sizes:
+            tell(f"measuring layers, once for inputs of this kind: {unit.name}")
+            one = Phases(unit, given, [t for t in made if t is not None], tied, first=first)
+            shapes = [[(p.shape, p.requires_grad) for p in m.parameters(False)] for m in parts]
+            alike = tuple(map(type, parts)), str(shapes), kind
+            try:
+                with unit.surroundings.measured():
+                    phases, taken = _phases(one)
+                    seen = self.seen.setdefault((alike, memory), {})
+                    if key[0] is None and seen:
+                        did = _deeds(one, measure_phases(phases[_WHOLE], device=one.device))
+                        if did in seen:
+                            return seen[did]
+                    found = measure_phases(phases, device=one.device)
+                    one.compare()
+                    if alike not in self.seconds:
+                        self.seconds[alike] = _seconds(phases, taken, repeats)
+            except RuntimeError as error:
+                raise_again(error, f"layer {unit.name}")
+            sizes = self.sizes[key] = _sizes(one, found, self.seconds[alike])
+            seen[_deeds(one, found[_WHOLE])] = sizes
+        return self.sizes[key]
+
+
+def _deeds(one: Phases, phases: Sequence[Phase]) -> tuple[Hashable, ...]:
+    """Return what a call did while it was kept whole, and what it has to note."""
+    noted = [t.nbytes for t in one.unit.surroundings.capture() if isinstance(t, Tensor)]
+    left = one.unit.surroundings.left_bytes
+    own = tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in one.unit.reads)
+    return str((noted, left)), own, *(phase.sizes.tobytes() for phase in phases)
+
+
+def _phases(one: Phases) -> tuple[list[Callable[[], None]], dict[int, float]]:
+    """Return the phases of a call, and the seconds that each way takes, to which a run of the
+    phases adds. They are those of forward and backward passes, or of a forward pass alone."""
+    taken = dict.fromkeys((_FORWARD, *_ORDER), 0.0)
+
+    def clocked(way: int, step: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            start = now(one.device)
+            step()
+            taken[way] += now(one.device) - start
+
+        return run
+
+    phases = [one.begin, clocked(_FORWARD, one.advance), one.release_result, one.clear]
+    for way in _ORDER:
+        record = partial(one.record, max(way, KEPT))
+        phases += [
+            partial(one.begin, turned=way == TURNED), clocked(way, record), one.release_result,
+            lambda: one.state.clear(), clocked(way, one.backpropagate), one.clear,
+        ]  # fmt: skip
+    return phases, taken
+
+
+def _seconds(
+    phases: Sequence[Callable[[], None]], taken: dict[int, float], repeats: int | None
+) -> dict[int, float]:
+    """Return the least seconds of the run that was measured, and of some more."""
+    rounds, is_long = [{**taken}], sum(taken.values()) > _MORE_SECONDS
+    for _ in range(repeats or (1 if is_long else _ROUNDS)):
+        taken.update(dict.fromkeys(taken, 0.0))
+        for phase in (*phases[:4], *phases[10:]):
+            phase()
+        rounds.append({**taken})
+    return {way: min(each[way] for each in rounds) for way in taken}
+
+
+def _sizes(one: Phases, found: Sequence[Phase], seconds: dict[int, float]) -> CallSizes:
+    """Return what the phases of a call showed."""
+    given, output = found[0].growth(), -found[2].growth()
+    on_gpu = one.device.type == "cuda"
+    captured = [t for t in one.unit.surroundings.capture() if isinstance(t, Tensor)]
+    noted = sum(t.nbytes for t in captured if t.is_cuda == on_gpu)  # also held while it runs again
+    ways, waits = {}, 0
+    for k, way in enumerate(_ORDER):
+        first = 5 + 6 * k
+        record, less_result, less_state, back = found[first : first + 4]
+        last = first + 4  # what is released then is the caller's
+        remains = record.growth(before=last) + less_result.growth()
+        keeps_output = -less_result.growth() < output
+        ways[way] = Way(
+            held_bytes=max(0, remains - (output if keeps_output else 0)),
+            first_bytes=record.peak() + noted,
+            backward_bytes=remains + back.peak(first, last),
+            seconds=max(0.0, seconds[way] - seconds[KEPT]),
+            again_seconds=max(seconds[_FORWARD], seconds[_AGAIN.get(way, way)] - seconds[KEPT]),
+            keeps_input=-less_state.growth() < given,
+            keeps_output=keeps_output,
+            dropped=way in (DROPPED, DROPPED_LEAN),
+        )
+        if way == DROPPED:  # before it reads anything saved, which an addition does not
+            begun = [*back.sizes, RERUN_BYTES].index(RERUN_BYTES)
+            waits = int(back.sizes[:begun].sum()) - noted if begun < len(back.sizes) else 0
+    turned = ways[TURNED].backward_bytes - ways[KEPT].backward_bytes
+    return CallSizes(
+        input_bytes=given,
+        output_bytes=output,
+        forward_bytes=found[1].peak() + noted + _MARK_BYTES,
+        forward_seconds=seconds[_FORWARD],
+        ways=tuple(ways[way] for way in (KEPT, LEAN, DROPPED, DROPPED_LEAN)),
+        noted_bytes=noted,
+        left_bytes=one.unit.surroundings.left_bytes,
+        reorders_gradient=tuple(one.reorders_gradient),
+        reorder_bytes=max(0, turned),
+        aliases_input=one.aliases_input,
+        handed_bytes=one.handed,
+        gradient_bytes=max(waits, sum(one.gradients)) + _MARK_BYTES,
+        gradient_slack_bytes=one.apart,
+        backward_seconds=max(0.0, seconds[KEPT] - seconds[_FORWARD]),
+    )

@@ -1,0 +1,237 @@
+"""Passes of a model through its rows of layers, and the plans of rows that run in turn.
+
+A pass waits for its next call by where the tensors lie that this should be given. So tensors carry
+nothing, and a hook may wrap them. A :class:`JointPlan` has the rows of a pass, and one budget for
+all of them.
+"""
+
+import threading
+import warnings
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from retrograde.models.rows.arguments import Arguments, tensors_in
+from retrograde.models.rows.call_sizes import PassMeasurements, larger, too_small
+from retrograde.models.rows.rerun import RecomputedCall, RunningPlan
+from retrograde.plan.calls import OutputLifetime, Part, held_of, peak_of
+from retrograde.replay.surroundings import version
+
+if TYPE_CHECKING:
+    from retrograde.models.rows.layer_run import LayerRun
+
+
+@dataclass
+class Pass:
+    """A pass of a model through a row.
+
+    Attributes:
+        calls: the calls that are dropped; None if ordinary backpropagation runs.
+        next: the number of the next call.
+        handed: where the tensors lie that the next call should be given.
+        made: where those of the last result lie; None for those that it was given.
+        last: the call of the layer before, if it is dropped; riders may follow.
+    """
+
+    kind: PassMeasurements
+    calls: RunningPlan | None
+    next: int = 0
+    handed: list[Hashable] = field(default_factory=list)
+    made: list[Hashable] = field(default_factory=list)
+    last: RecomputedCall | None = None
+
+    def made_of(self, given: Arguments) -> list[Tensor | None]:
+        """Return what the call before made and this one is given, each in its place."""
+        found = {where(t): t for t in tensors_in(given.leaves)}
+        return [found.get(at) for at in self.made]
+
+
+class Handed:
+    """The passes of a row that wait for their next call, by where the tensors lie that it should be
+    given. A tensor that a hook wraps lies where the layer's own result does."""
+
+    def __init__(self) -> None:
+        self._found: dict[Hashable, tuple[Pass, int, StorageWeakRef]] = {}
+
+    def __reduce__(self) -> Any:
+        return Handed, ()
+
+    def on(self, now: Pass, tensors: Iterable[Tensor]) -> None:
+        """Let a pass wait for some tensors."""
+        for at in now.handed:
+            self._found.pop(at, None)
+        now.handed = []
+        for t in tensors:
+            now.handed.append(at := where(t))
+            self._found[at] = now, version(t), StorageWeakRef(t.untyped_storage())
+
+    def forget(self) -> None:
+        """Forget passes that ended early, whose tensors are gone."""
+        for at, (*_, storage) in [*self._found.items()]:
+            if storage.expired():
+                self._found.pop(at, None)
+
+    def to(self, tensors: Iterable[Tensor]) -> Pass | None:
+        """Return the pass that waits for one of some tensors, which nobody wrote to since then."""
+        for t in tensors if self._found else ():
+            if t.layout is torch.strided and not is_functorch_wrapped_tensor(t):
+                found = self._found.get(where(t))
+                if found is not None and found[1] == version(t) and not found[2].expired():
+                    return found[0]
+        return None
+
+    def turn_of(self, given: Iterable[Tensor]) -> int | None:
+        """Return the number of the call that is next with one of some tensors."""
+        return None if (now := self.to(given)) is None else now.next
+
+
+def where(t: Tensor) -> Hashable:
+    """Return where a tensor lies. The memory must live, or it may be another's later."""
+    return t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride(), t.dtype
+
+
+class JointPlan:
+    """Rows that a pass runs in turn, each at most once, within one budget.
+
+    Once a pass was seen, the shapes at its first row determine those at the others, so that all
+    have one plan. If they do not, each row has its share of the budget. A row that is new, or whose
+    share is too small, is one group, whose plan is made when it goes back.
+
+    Args:
+        rows: in the order of a pass.
+        waits: how long the output of each waits.
+    """
+
+    def __init__(
+        self, rows: Sequence["LayerRun"], waits: Sequence[OutputLifetime] = (OutputLifetime(1, 1),)
+    ) -> None:
+        self.rows, self.waits, self.memory = [*rows], [*waits], 0
+        self.shares = [0] * len(rows)
+        self._known: dict[
+            tuple[int, int], tuple[dict[int, PassMeasurements], PassMeasurements | None]
+        ] = {}
+        self._running = threading.local()  # each thread's pass: its rows and their plans
+
+    def __getstate__(self) -> Any:
+        return self.rows, self.waits, self.memory, self.shares
+
+    def __setstate__(self, state: Any) -> None:
+        self.__init__(*state[:2])  # type: ignore[misc]
+        *_, self.memory, self.shares = state
+
+    def begin(self, row: "LayerRun", kind: PassMeasurements) -> RunningPlan | None:
+        """Begin a row. Return how its calls run; None is ordinary backpropagation."""
+        at, now = self.rows.index(row), getattr(self._running, "now", {})
+        if not now or at <= max(now):
+            self._running.now = now = {}
+        now[at] = kind, None
+        kinds, whole = self._known.get(_first(now), ({}, None))
+        if whole is not None and kinds.get(at) is kind:
+            start = sum(len(one.sizes) for k, one in kinds.items() if k < at)
+            parts = [part.moved(-start) for part in whole.plan(self.memory)]
+            own = tuple(part for part in parts if 0 <= part.start < len(kind.sizes))
+        elif whole is None and kind.is_measured and self.shares[at] >= kind.least_bytes:
+            own = kind.plan(self.shares[at])
+        else:
+            return RunningPlan((), kind.tied, partial(self._late, now, at))
+        now[at] = kind, own
+        return None if kind.is_ordinary(own) else RunningPlan(own, kind.tied)
+
+    def enter(self, row: "LayerRun", now: Pass) -> None:
+        """Note that this thread's pass has begun a row."""
+        self._running.open = row, now
+
+    def is_in(self, row: "LayerRun", number: int) -> bool:
+        """Return whether this thread's pass has begun a row, and may come to a call of it."""
+        open_row, now = getattr(self._running, "open", (None, None))
+        return open_row is row and now is not None and now.next <= number
+
+    def end(self, row: "LayerRun") -> None:
+        """End a row.
+
+        Raises:
+            BudgetError: the budget is too small for its input.
+        """
+        self._running.open = None, None
+        at, now = self.rows.index(row), self._running.now
+        grown, self._running.grown = getattr(self._running, "grown", None), None
+        if grown is not None:  # the next pass is planned anew, or refused
+            kind, parts = now[at]
+            own = kind.least_bytes if parts is None else peak_of(kind.sizes, parts)
+            if (need := self._before(now, at) + own) > self.memory:
+                warnings.warn(larger(grown, need, self.memory, kind), stacklevel=7)
+            return
+        if row is self.rows[-1]:
+            self._found(now)
+
+    def _found(self, now: "_Running") -> None:
+        """Note which kinds of input a pass had. Tell or refuse if it needs more than the budget. A
+        pass that left rows out is not refused, since it cannot name what a whole one needs."""
+        found, first = {k: one for k, (one, _) in now.items()}, _first(now)
+        late = {k: kind.least_bytes for k, (kind, parts) in now.items() if parts is None}
+        need, at = max(((self._before(now, k) + late[k], k) for k in late), default=(0, 0))
+        known, _ = self._known.get(first, ({}, None))
+        new, old = ({(k, id(one)) for k, one in each.items()} for each in (found, known))
+        if old and not old < new and need <= self.memory:
+            return
+        waits = [self.waits[k].among([*found]) for k in found]
+        whole = PassMeasurements.of_rows([*found.values()], waits)
+        if whole.least_bytes <= self.memory:  # the next ones are planned by it
+            self.knows(found, whole)
+        elif old and not (old < new or new <= old):
+            self._known[first] = found, None
+        elif len(found) == len(self.rows):
+            raise too_small(self.memory, whole.least_bytes, whole)
+        if need > self.memory:
+            name = self.rows[at].names[0]
+            warnings.warn(_SURPRISE.format(name, need, self.memory), stacklevel=8)
+
+    def knows(
+        self, kinds: dict[int, PassMeasurements], whole: PassMeasurements
+    ) -> PassMeasurements:
+        """Note which kinds of input occur together, and what is known of all."""
+        while len(self._known) >= _MOST_KINDS:
+            del self._known[next(iter(self._known))]
+        at = min(kinds)
+        self._known[at, id(kinds[at])] = kinds, whole
+        return whole
+
+    def grows(self, name: str, kind: PassMeasurements) -> None:
+        """Plan anew from the next pass on, since calls of a kind take more than they did."""
+        self._running.grown = name
+        self._known = {key: one for key, one in self._known.items() if kind not in one[0].values()}
+
+    def _before(self, now: "_Running", at: int) -> int:
+        """Return what the rows before one hold, and its own input."""
+        inputs = sum(
+            kind.sizes[0].input_bytes for k, (kind, _) in now.items() if min(now) < k <= at
+        )
+        calls = [(kind.sizes, parts) for k, (kind, parts) in now.items() if k < at]
+        group = (Part(0, 1),)
+        return inputs + sum(held_of(s, p or (Part(0, len(s), 0, group),)) for s, p in calls)
+
+    def _late(self, now: "_Running", at: int) -> tuple[Part, ...]:
+        kind = now[at][0]
+        if max(now) + 1 < len(self.rows) and all(one.is_measured for one, _ in now.values()):
+            self._found(now)  # the pass has ended without the last row
+        noted = sum(call.noted_bytes for call in kind.sizes)
+        return kind.late_plan(self.memory - self._before(now, at) - noted)
+
+
+_Running = dict[int, tuple[PassMeasurements, tuple[Part, ...] | None]]
+_MOST_KINDS = 32
+_SURPRISE = (
+    "layer {} was given another kind of input than this pass was planned for: it needs {} bytes of "
+    "the {} allowed; give budget() as much if such passes come again"
+)
+
+
+def _first(now: _Running) -> tuple[int, int]:
+    at = min(now)
+    return at, id(now[at][0])

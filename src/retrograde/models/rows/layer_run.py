@@ -1,0 +1,441 @@
+"""Layers that a model calls one after the other, within a byte budget.
+
+A model may call its layers itself: the blocks of a transformer in a loop, or ``layer1`` to
+``layer4`` of a ResNet in turn. Each such layer keeps its class. Its ``forward`` becomes a
+:class:`RowForward`, which passes the call to the :class:`LayerRun` of all of them. The row plans
+how each call is kept (:mod:`retrograde.plan.calls`): whole, lean, or dropped and run again
+(:mod:`retrograde.models.rows.rerun`).
+
+The first pass with another kind of input drops all but its first input, and measures every call.
+Its plan is made when it goes back. A layer that is not given the result of the layer
+before it runs by ordinary backpropagation, and a warning says so.
+
+A *rider* is an activation that writes to its input, such as an in-place ReLU. It is a part of the
+layer before it.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any, cast
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from retrograde.errors import CellError, NotExactError
+from retrograde.machine import MEASURING
+from retrograde.models.rows.arguments import Arguments, made_by, tensors_in
+from retrograde.models.rows.call_sizes import PassMeasurements, Plans
+from retrograde.models.rows.joint_plan import Handed, JointPlan, Pass, where
+from retrograde.models.rows.rerun import RecomputedCall, RunningPlan
+from retrograde.models.rows.rest_of_model import RestOfModel
+from retrograde.models.rows.trials import try_call
+from retrograde.run.transforms import uncompiled
+
+Named = Sequence[tuple[str, nn.Module]]  # modules by name
+Tied = Sequence[tuple[nn.Module, str]]  # where weights are: a module and a name
+
+
+class RowForward:
+    """The ``forward`` of a module in a row, which passes its calls to the row.
+
+    A module may be called at several places, each of which is a row and a number in it. The state
+    that it is given tells which.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.places: list[tuple[LayerRun, int]] = []
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """What tells the signature, by which trainers choose what a model is given."""
+        return own_forward(self.module)
+
+    @uncompiled
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        one, *more = self.places
+        if is_inplace_activation(self.module) or more:
+            given = tensors_in((args, kwargs))
+            turns = (place for place in self.places if place[0].handed.turn_of(given) == place[1])
+            if (turn := next(turns, None)) is not None:
+                one = turn
+            elif is_inplace_activation(self.module):  # it may also be called outside of its rows
+                return own_forward(self.module)(*args, **kwargs)
+        row, number = one
+        return row.call(number, args, kwargs)
+
+
+_ROWS = "_retrograde_rows"  # an attribute of a model
+
+
+class Attributes(dict[str, Any]):
+    """The attributes of a module in a row. Whoever copies them gets them without the ``forward`` of
+    the row. So a copy of the module, of any kind, computes with its own weights."""
+
+    @classmethod
+    def of(cls, module: nn.Module) -> "Attributes":
+        if not isinstance(vars(module), cls):
+            object.__setattr__(module, "__dict__", cls(vars(module)))
+        return cast(Attributes, vars(module))
+
+    def copy(self) -> dict[str, Any]:
+        return {name: self[name] for name in super().__iter__() if name != "forward"}
+
+    def keys(self) -> Any:
+        return self.copy().keys()
+
+    def items(self) -> Any:
+        return self.copy().items()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.copy())
+
+    def __reduce__(self) -> Any:
+        return dict, (self.copy(),)
+
+
+class Installed(RowForward):
+    """The rows of a model, and its ``forward``, which tells if one of their layers was exchanged.
+    It is an attribute of the model, so a copy of that has its own rows."""
+
+    def __init__(
+        self, model: nn.Module, rows: "list[LayerRun]", layers: Named,
+        children: dict[str, dict[str, nn.Module | None]],
+    ) -> None:  # fmt: skip
+        super().__init__(model)
+        self.rows, self.layers, own = rows, layers, Attributes.of(model)
+        self.ours, self.children = {id(layer) for _, layer in layers}, children
+        own[_ROWS] = self
+        own.setdefault("forward", self)
+        for row in rows:
+            row.install()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        for name, then in {} if torch.compiler.is_compiling() else self.children.items():
+            above: nn.Module | None = self.module
+            for key in filter(None, name.split(".")):
+                above = None if above is None else above._modules.get(key)
+            for key, now in () if above is None else above._modules.items():
+                new = then.get(key) is not now and (key not in then or id(then[key]) in self.ours)
+                if new and now is not None and torch.is_grad_enabled():
+                    warnings.warn(_NEW.format(f"{name}.{key}".lstrip(".")), stacklevel=4)
+        return own_forward(self.module)(*args, **kwargs)
+
+    def __getstate__(self) -> Any:
+        rows = [row for row in self.rows if row.is_installed()]
+        return self.module, rows, self.layers, self.children
+
+    def __setstate__(self, state: Any) -> None:
+        self.__init__(*state)  # type: ignore[misc]
+
+
+_NEW = (
+    "layer {} was not there when the model got its budget: it is run by ordinary backpropagation, "
+    "beyond the budget; call budget() again"
+)
+
+
+class RefusedLayerError(NotExactError):
+    """A layer cannot be called by its row, as the run on the sample shows."""
+
+    def __init__(self, name: str, layer: nn.Module, reason: str) -> None:
+        super().__init__(f"{name} {reason}")
+        self.name, self.layer, self.reason = name, layer, reason
+
+
+def _same(*given: Any) -> Any:
+    return given
+
+
+class LayerRun:
+    """Layers that a model calls one after the other. One that it calls again is there again.
+
+    Args:
+        calls: the called modules, by name, in the order of the calls. Riders are parts of the
+            layers before them.
+        slots: the argument of each layer that is the state.
+        tied: where the weights are that several calls of the model have, of these or later ones.
+    """
+
+    def __init__(self, calls: Named, slots: Sequence[int | str], tied: Tied) -> None:
+        self.calls, self.timeline, self.tied = [*calls], JointPlan([self]), tied
+        for _, module in calls:
+            Attributes.of(module)  # before anybody notes what they are
+        starts = [i for i, (_, module) in enumerate(calls) if not is_inplace_activation(module)]
+        self.names, self.layers = [], list[list[nn.Module]]()
+        self.slots: list[int | str] = []
+        self.parts: list[tuple[int, int]] = []  # each call's layer, and 0 or its rider
+        for k, (start, stop) in enumerate(pairwise([*starts, len(calls)])):
+            self.names.append(calls[start][0])
+            self.layers.append([module for _, module in calls[start:stop]])
+            self.slots.append(slots[start])
+            self.parts += [(k, part) for part in range(stop - start)]
+        self.plans = Plans()
+        self.seen: list[PassMeasurements] | None = None  # of all passes, during the run on a sample
+        self.events = list[LayerRun]()  # the rows of all calls, in the order of that run
+        self.handed = Handed()
+        self.made = list[list[ref[Tensor]]]()  # its first input and outputs, in that run
+        self.results = list[ref[Tensor]]()  # of all calls, in that run
+        self.kept = set[int]()  # which of these the model keeps for later
+        self.lingers = set[tuple[int, int]]()  # calls, and which are still there when they run
+        self.elsewhere: RestOfModel | None = None  # what is held besides, in that run
+        self.numbers = list[int]()  # of its calls there
+
+    def install(self) -> None:
+        """Pass the calls of the layers to this row from now on."""
+        for number, (_, module) in enumerate(self.calls):
+            own = Attributes.of(module)
+            own.setdefault("forward", RowForward(module)).places.append((self, number))
+
+    def is_installed(self) -> bool:
+        """Return whether the calls of the layers are still passed to this row."""
+        own = (vars(module).get("forward") for _, module in self.calls)
+        return all(isinstance(one, RowForward) and self in dict(one.places) for one in own)
+
+    def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the call of the model that has this number in the row."""
+        if self.elsewhere is not None:
+            if self.events and (last := self.events[-1]) is not self:
+                last.kept.update(last._alive())  # which states but the last are still there
+            self.events.append(self)
+            self.numbers.append(self.elsewhere.begin((args, kwargs), counts=True))
+        result = None
+        try:
+            result = self._call(number, args, kwargs)
+            return result
+        except CellError as refusal:
+            if self.seen is None or isinstance(refusal, RefusedLayerError):
+                raise
+            reason = f"cannot be run again: {refusal}"
+            raise RefusedLayerError(*self.calls[number], reason) from refusal
+        finally:
+            if self.elsewhere is not None:
+                self.elsewhere.end(result)
+
+    def _alive(self) -> list[int]:
+        return [k for k, made in enumerate(self.made) if any(t() is not None for t in made)]
+
+    def _call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        k, part = self.parts[number]
+        forward = own_forward(self.calls[number][1])
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        given = Arguments(args, kwargs, 0 if part else self.slots[k])
+        if (reason := given.refusal()) is not None:
+            raise NotExactError(f"layer {self.names[k]} {reason}")
+        now = self._pass(number, given)
+        if now is None or k not in now.kind.active:
+            result = forward(*args, **kwargs)
+        elif part:
+            result = forward(*args) if now.last is None else now.last.run(forward, given)
+        else:
+            made, at = now.made_of(given), now.kind.active.index(k)
+            if now.calls is not None:
+                self._measure(now.kind, at, given, made if at else None)
+            watch = now.kind.watched(at, self.layers[k], given, made if at else None)
+            with watch if self.seen is None else nullcontext() as grew:
+                if now.calls is None:
+                    result = forward(*args, **kwargs)
+                else:
+                    run = now.calls.run
+                    result, now.last = run(at, now.kind.units[at], forward, given, made, now.last)
+            if grew:
+                self.timeline.grows(now.kind.units[at].name, now.kind)
+            if self.elsewhere is not None:
+                self._looks(at, given, made, now.last)
+        if now is not None and number + 1 < len(self.calls):
+            now.next = number + 1
+            is_own = not part and k in now.kind.active  # and has not the same tensors as before
+            may_skip = is_own and now.kind.units and now.kind.units[at].fill is not None
+            own = made_by(result, given.leaves if is_own and not may_skip else ())
+            there = [y for y in own if y is not None]
+            self.handed.on(now, there)
+            if is_own:
+                now.made = [y if y is None else where(y) for y in own]
+                if self.seen is not None:
+                    self.made.append([*map(ref, there)])
+        elif now is not None:
+            self.handed.on(now, ())
+            if self.seen is None and now.kind.sizes:
+                self.timeline.end(self)
+        if self.elsewhere is not None:
+            self.results += map(ref, tensors_in(result))
+        return result
+
+    def _looks(
+        self, at: int, given: Arguments, made: Sequence[Tensor | None], call: RecomputedCall | None
+    ) -> None:
+        """Note, in the run on the sample, what is there while a call runs and what it holds."""
+        self.lingers |= {(at, k) for k in self._alive() if 0 < k < at}
+        if call is None or self.elsewhere is None:
+            return
+        later = at or self.events[0] is not self
+        ours = {id(t) for t in (made if later else tensors_in(given.state))}
+        for one in call.given.each:
+            if isinstance(one.value, Tensor):  # else it would look as if the model kept it
+                one.value = one.value.detach()
+        held = zip(given.leaves, call.given.each, strict=True)
+        self.elsewhere.hold(
+            tensors_in([one.value for x, one in held if id(x) not in ours and not self._is_made(x)])
+        )
+
+    def _is_made(self, x: Any) -> bool:
+        """Return whether a row made a tensor, in the run on the sample."""
+        return x is not None and any(x is t() for row in {*self.events} for t in row.results)
+
+    def _pass(self, number: int, given: Arguments) -> Pass | None:
+        """Return the pass of a call whose state is the output of the call before it.
+
+        The call of the first active layer begins a pass. Otherwise the result is None, and the call
+        of an active layer warns, or is refused on a sample.
+        """
+        state = tensors_in(given.state)
+        now = self.handed.to(state)
+        if now is not None and (now.next == number or self._leaves_out(now, number, given)):
+            return now
+        k, part = self.parts[number]
+        active = [k for k, one in enumerate(self.layers) if not passes_through(one[0])]
+        if part == 0 and active[:1] == [k] and state:
+            self.handed.forget()
+            return self._begin(active, given)
+        if (
+            now is None
+            and part == 0
+            and k in active
+            and state
+            and not self.timeline.is_in(self, number)
+        ):
+            now = self._begin(active, given)  # the first ones may not be called
+            if self._leaves_out(now, number, given):
+                return now
+        if k in active and self.seen is not None:
+            reason = "is not called in turn where gradients are recorded"
+            raise RefusedLayerError(*self.calls[number], reason)
+        if k in active:
+            warnings.warn(
+                f"layer {self.names[k]} was not called on the output of the layer before "
+                "it, as it was for the sample: it is run by ordinary backpropagation, beyond the "
+                "budget",
+                stacklevel=6,
+            )
+        return None
+
+    def _leaves_out(self, now: Pass, number: int, given: Arguments) -> bool:
+        """Pass over the calls before one that the model does not make this time. In the plan they
+        are made, and return what they are given. Return whether this is possible."""
+        (first, rider), (k, part) = self.parts[now.next], self.parts[number]
+        if self.seen is not None or rider or part or now.next > number:
+            return False
+        state = tensors_in(given.state)
+        now.made = now.made or [*map(where, state)]
+        made = now.made_of(given)
+        same = Arguments(tuple(torch.empty(0, device="cpu") if t is None else t for t in made))
+        for at in (at for at, k_ in enumerate(now.kind.active) if first <= k_ < k):
+            if now.calls is None:
+                break
+            try:
+                self._measure(now.kind, at, given, made if at else None)
+            except Exception:  # it may not take what a later one is given
+                return False
+            unit = replace(now.kind.units[at], forward=_same, reads=())
+            _, now.last = now.calls.run(at, unit, _same, same, made, now.last)
+        now.next = number
+        return True
+
+    def _begin(self, active: list[int], given: Arguments) -> Pass:
+        layers = [layer for one in self.layers for layer in one]
+        tied = frozenset(p for m, name in self.tied if (p := m._parameters.get(name)) is not None)
+        unknown = partial(PassMeasurements, active, tied=tied, kept=self.kept, lingers=self.lingers)
+        kind = self.plans.kind_of(layers, given, unknown)
+        if kind is None:
+            return Pass(unknown(), None)
+        if self.seen is not None:
+            self.seen.append(kind)
+            self.made = [[*map(ref, tensors_in(given.state))]]
+            return Pass(kind, RunningPlan((), kind.tied, partial(kind.late_plan, 0)))
+        self.timeline.enter(self, now := Pass(kind, self.timeline.begin(self, kind)))
+        return now
+
+    def _measure(
+        self,
+        kind: PassMeasurements,
+        at: int,
+        given: Arguments,
+        made: Sequence[Tensor | None] | None,
+    ) -> None:
+        """Try and measure an active layer, if it is the next one that is not known. ``made`` are
+        the tensors that the call before made."""
+        if len(kind.sizes) > at:
+            return
+        k = kind.active[at]
+        layers = self.layers[k]
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            value = own_forward(layers[0])(*args, **kwargs)
+            for rider in layers[1:]:
+                value = own_forward(rider)(value)
+            return value
+
+        with MEASURING:  # another thread may be measuring the same
+            if len(kind.sizes) == at:
+                tried = try_call(self.names[k], forward, layers, given)
+                found = self.plans.measure(tried.unit, layers, given, made, kind.tied)
+                kind.add(tried.unit, found, last=at + 1 == len(kind.active), made=tried.made_bytes)
+                if kind.is_measured and self.seen is None:
+                    kind.settle()
+
+
+def passes_through(layer: nn.Module) -> bool:
+    """Return whether a layer returns the very tensor that it is given."""
+    is_off = isinstance(layer, _DropoutNd) and (not layer.training or layer.p == 0)
+    return is_off or isinstance(layer, nn.Identity)
+
+
+@contextmanager
+def released(model: nn.Module) -> Iterator[None]:
+    """Give all modules their own forward pass in a block, so that no row gets their calls."""
+    every = [vars(module) for module in model.modules()]
+    held = [(own, own["forward"]) for own in every if isinstance(own.get("forward"), RowForward)]
+    for own, _ in held:
+        del own["forward"]
+    try:
+        yield
+    finally:
+        for own in every:
+            if isinstance(own.get("forward"), RowForward):
+                del own["forward"]
+        for own, forward in held:
+            own["forward"] = forward
+
+
+def install(model: nn.Module, rows: "Sequence[LayerRun]") -> None:
+    """Pass the calls of layers to these rows alone from now on, also in copies of the model."""
+    for own in map(vars, model.modules()):
+        own.pop(_ROWS, None)
+        if isinstance(own.get("forward"), RowForward):
+            del own["forward"]
+    if rows:
+        ours = {id(layer) for row in rows for _, layer in row.calls}
+        every = model.named_modules(remove_duplicate=False)
+        layers = [(name, m) for name, m in every if id(m) in ours]
+        above = {name.rpartition(".")[0] for name, _ in layers}
+        children = {name: {**model.get_submodule(name)._modules} for name in above}
+        Installed(model, [*rows], layers, children)
+
+
+def is_inplace_activation(module: nn.Module) -> bool:
+    """Return whether a module is a rider: an activation that works in place."""
+    kind = type(module)
+    is_activation = kind.__module__ == nn.ReLU.__module__ and kind is not nn.RReLU  # which draws
+    return is_activation and bool(getattr(module, "inplace", False))
+
+
+def own_forward(module: nn.Module) -> Callable[..., Any]:
+    """Return the forward pass of a module's class, without a :class:`RowForward`."""
+    return partial(type(module).forward, module)

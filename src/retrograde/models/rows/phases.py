@@ -1,0 +1,190 @@
+"""The phases of one call, which runs by itself in each way to keep it, to be measured.
+
+It runs without a graph, and with one that is kept whole, lean, or dropped. All ways must give the
+same bits of gradients (rule 11).
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from retrograde.errors import NotExactError
+from retrograde.models.rows.arguments import Arguments, tensors_in
+from retrograde.models.rows.rerun import KEPT, Recomputable, RunningPlan
+from retrograde.models.rows.rerun_arguments import RerunArguments
+from retrograde.models.rows.rest_of_model import filling
+from retrograde.models.rows.trials import Leave
+from retrograde.plan.calls import Part
+from retrograde.replay.fingerprints import fingerprints
+from retrograde.replay.surroundings import muted_hooks
+from retrograde.run.core import unsaved
+
+Weights = frozenset[Tensor]
+TURNED = -1  # a way: kept, with a turned gradient
+RERUN_BYTES = 1013  # that no other tensor has
+
+
+class Phases:
+    """The phases of a call, for each way to keep it. It frees ``state`` before it
+    measures, so callers pass their only reference.
+
+    ``state`` are the arguments that the call before made, or those of the ``first`` call. With
+    ``turned``, the gradient of the result has reversed strides. The gradients of ``tied`` weights
+    are added to those of other calls.
+    """
+
+    def __init__(
+        self,
+        unit: Recomputable,
+        given: Arguments,
+        state: Sequence[Tensor],
+        tied: Weights,
+        *,
+        first: bool,
+    ) -> None:
+        self.unit, self.given, self.tied, self.first, self.turned = unit, state, tied, first, False
+        leaves, self.arguments = given.leaves, RerunArguments(given.leaves, given.spec)
+        self.device = tensors_in(leaves)[0].device
+        ours = {id(t): n for n, t in enumerate(state)}
+        self.places = [ours.get(id(leaf)) for leaf in leaves]
+        self.leaves = [None if id(leaf) in ours else leaf for leaf in leaves]
+        for one in () if first else self.arguments.each:
+            one.has_node |= one.wants  # a leaf is only given where the layers before are left out
+        self.reruns, self.begun = replace(unit.reruns, counts=False), unit.surroundings.capture()
+        self.way = KEPT
+        self.shown: dict[int, Any] = {}  # by way: fingerprints of result and gradients
+        self.state: list[Tensor] = []
+        self.result: Any = None
+        self.edges: list[Any] = []
+        self.root: list[Any] = []
+        self.seeds: list[Tensor] = []
+        self.like: list[tuple[Any, ...]] = []
+        self.for_caller: list[Tensor | None] = []
+        self.reorders_gradient = [False, False]
+        self.handed, self.aliases_input, self.apart = 0, False, 0
+        self.gradients: list[int] = []
+
+    def begin(self, *, turned: bool = False) -> None:
+        self.turned = turned
+        self.unit.surroundings.restore(self.begun)
+        if turned:  # the very state, for a copy would be one more beside a turned gradient's
+            self.state = [*self.given]
+            return
+        copies: dict[int, torch.UntypedStorage] = {}
+        for t in self.given:
+            memory = t.untyped_storage()
+            if self.first:  # its memory is the caller's, and may be larger
+                self.state.append(t.detach().clone())
+                continue
+            if memory.data_ptr() not in copies:
+                copies[memory.data_ptr()] = memory.clone()  # type: ignore[no-untyped-call]
+            copy = torch.empty(0, dtype=t.dtype, device=t.device)
+            at = t.storage_offset(), t.shape, t.stride()
+            self.state.append(copy.set_(copies[memory.data_ptr()], *at))  # type: ignore[call-overload]
+
+    def advance(self) -> None:
+        args, kwargs, _ = self._arguments()
+        with unsaved():
+            self.result = [t.detach() for t in tensors_in(do_most(self.unit, *args, **kwargs))]
+        every = self.state, tensors_in(self.result), tensors_in((args, kwargs))
+        state, result, given = map(_memory, every)
+        self.handed = sum(size for at, size in state.items() if at in result)
+        self.aliases_input = not given.keys().isdisjoint(result)
+
+    def record(self, way: int) -> None:
+        """Run the call as a plan that keeps it in this way does."""
+        self.way = TURNED if self.turned else way
+        with torch.enable_grad():
+            args, kwargs, wanted = self._arguments()
+            self.edges = [get_gradient_edge(t) for t in wanted]
+            wanted.clear()
+            row, given = RunningPlan((Part(0, 1, way),)), Arguments(args, kwargs)
+            unit = replace(self.unit, forward=self._again, reruns=self.reruns)
+            self.result, _ = row.run(0, unit, partial(do_most, self.unit), given, (), None)
+
+    def _again(self, *args: Any, **kwargs: Any) -> Any:
+        torch.empty(RERUN_BYTES, dtype=torch.uint8, device=self.device)  # marks when it runs again
+        return do_most(self.unit, *args, **kwargs)
+
+    def _arguments(self) -> tuple[Any, Any, list[Tensor]]:
+        """Return the arguments, and those of them that want a gradient."""
+        pairs = zip(self.leaves, self.places, strict=True)
+        leaves = [leaf if n is None else self.state[n] for leaf, n in pairs]
+        return self.arguments.enter(leaves)
+
+    def release_result(self) -> None:
+        found = [t for t in tensors_in(self.result) if t.requires_grad]
+        self.like = [(t.shape, t.dtype, t.device) for t in found]
+        self.gradients = [t.nbytes for t in found]
+        if found:
+            with torch.enable_grad():
+                self.root = [get_gradient_edge(Leave.apply(self.seeds, *found))]  # type: ignore[no-untyped-call]
+        self.result = None
+
+    def backpropagate(self) -> None:
+        root, edges = [*self.root], [*self.edges]
+        self.root, self.edges = [], []
+        own = [t for t in self.unit.reads if t.requires_grad and t.is_leaf]
+        if root and (edges or own):
+            for shape, dtype, device in self.like:
+                seed = torch.ones(shape[:: -1 if self.turned else 1], dtype=dtype, device=device)
+                seed.view(-1)[::3].mul_(0.5)  # a sum alone may have no gradient
+                self.seeds.append(seed.permute([*range(seed.dim())][::-1]) if self.turned else seed)
+                del seed
+            begin = [torch.empty(0, device=self.device)]
+            with as_accumulated(own, self.tied):
+                found = torch.autograd.grad(root, [*edges, *own], begin, allow_unused=True)
+            self.shown[self.way] = fingerprints(g for g in found if g is not None)
+            back = [g for g in found[: len(edges)] if g is not None]
+            self.reorders_gradient[self.turned] = any(not g.is_contiguous() for g in back)
+            self.apart = max([0, *(g.untyped_storage().nbytes() - g.nbytes for g in back)])
+            self.for_caller = list(found[len(edges) :])
+
+    def compare(self) -> None:
+        """Refuse a call whose gradients have other bits in one way to keep it than in another."""
+        ways = [shown for way, shown in self.shown.items() if way != TURNED]
+        if any(shown != ways[0] for shown in ways):
+            raise NotExactError(
+                f"layer {self.unit.name} computes another gradient when it runs again with the "
+                "same arguments: expected the same bits; let it depend on its arguments, "
+                "parameters and buffers only, or use memory=None"
+            )
+        self.unit.reruns.ends_early = self.reruns.ends_early
+
+    def clear(self) -> None:
+        self.result, self.state, self.root, self.edges, self.for_caller = None, [], [], [], []
+
+
+def do_most(unit: Recomputable, *args: Any, **kwargs: Any) -> Any:
+    """Run a unit so that it does the most that random numbers may decide."""
+    if unit.fill is None:
+        return unit.forward(*args, **kwargs)
+    with filling(unit.fill):
+        return unit.forward(*args, **kwargs)
+
+
+@contextmanager
+def as_accumulated(leaves: Sequence[Tensor], tied: Weights = frozenset()) -> Iterator[None]:
+    """Silence the hooks of leaves in a block, where ``grad`` takes as much as ``backward``."""
+    with muted_hooks(leaves), ExitStack() as stack:
+        for t in leaves:
+            stack.callback(t.register_hook(partial(_accumulated, t, t in tied)).remove)
+        yield
+
+
+def _accumulated(leaf: Tensor, added: bool, gradient: Tensor) -> Tensor | None:
+    """Return what autograd hands to the caller: a sum with what is there, or a copy, if its memory
+    has another order."""
+    alike = gradient.layout is not torch.strided or gradient.stride() == leaf.stride()
+    return torch.empty_like(leaf).copy_(gradient) if added or not alike else None
+
+
+def _memory(tensors: Sequence[Tensor]) -> dict[int, int]:
+    """Return the bytes of tensors' memory by its address."""
+    return {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}

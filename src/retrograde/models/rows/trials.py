@@ -1,0 +1,282 @@
+"""A trial of a call, which shows what it depends on besides its arguments.
+
+The call runs by itself, without the graph that its arguments came from, and leaves no trace.
+"""
+
+import gc
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from retrograde.errors import NotExactError
+from retrograde.models.rows.arguments import Arguments, ResultBytes, made_by, tensors_in
+from retrograde.models.rows.checks import Noted, Reruns
+from retrograde.models.rows.rerun import Recomputable, is_free
+from retrograde.models.rows.rerun_arguments import RerunArguments
+from retrograde.models.rows.rest_of_model import FILLS, filling
+from retrograde.replay.generators import Source
+from retrograde.replay.referents import MODULE_TABLES, Referents
+from retrograde.replay.surroundings import Surroundings, version
+from retrograde.replay.trial import try_out
+from retrograde.run.core import hooked
+from retrograde.run.states import device_of
+from retrograde.run.transforms import hooks_of_all
+from retrograde.sizes.cache import signature
+
+
+@dataclass(frozen=True, eq=False)
+class Tried:
+    """The result of a trial. It holds no tensor that the call made.
+
+    Attributes:
+        unit: what runs again.
+        wants: whether each tensor of its result requires a gradient.
+        is_apart: whether its result has memory that its arguments have not.
+        writes: whether it writes to its arguments.
+        made: the bytes that its operations made, and whether some sizes depend on data.
+    """
+
+    unit: Recomputable
+    wants: tuple[bool, ...]
+    is_apart: bool
+    writes: bool
+    made: ResultBytes
+
+    @property
+    def decides(self) -> bool:
+        """Whether random numbers may decide what it does."""
+        drawn = self.unit.surroundings.sources
+        return not all(map(_is_torchs, drawn)) or (self.made.varies and bool(drawn))
+
+    @property
+    def made_bytes(self) -> int | None:
+        """What its operations made, if data or random numbers decide how much; else None."""
+        return self.made.nbytes if self.made.varies or self.decides else None
+
+
+def try_call(
+    name: str, forward: Callable[..., Any], layers: Sequence[nn.Module], given: Arguments
+) -> Tried:
+    """Run a call of some layers once.
+
+    If random numbers may decide what it does, it also runs with the smallest and the largest. The
+    trial in which it did the most counts.
+
+    Raises:
+        NotExactError: the call cannot be run again.
+    """
+    tried = _tried(name, forward, layers, given, None)
+    if tried.decides:
+        others = [_tried(name, forward, layers, given, fill) for fill in FILLS]
+        sources = tried.unit.surroundings.sources
+        tried = max(*others, tried, key=lambda one: one.made.nbytes)
+        more = filter(
+            _is_torchs, tried.unit.surroundings.sources
+        )  # Python's and NumPy's were filled
+        surroundings = replace(
+            tried.unit.surroundings, sources=(*dict.fromkeys((*sources, *more)),)
+        )
+        tried = replace(tried, unit=replace(tried.unit, surroundings=surroundings))
+    return tried
+
+
+def _tried(
+    name: str, forward: Callable[..., Any], layers: Sequence[nn.Module], given: Arguments,
+    fill: float | None,
+) -> Tried:  # fmt: skip
+    """Run a call of some layers once, with few numbers that it draws as ``fill`` says."""
+    tensors = tensors_in(given.leaves)
+    versions = [version(t) for t in tensors]
+    saved: list[ref[Tensor]] = []
+    reruns, ours = Reruns(counts=False), set[int]()
+    noted, bytes_made = Noted(reruns), ResultBytes()
+
+    def pack(t: Tensor) -> Tensor:
+        saved.append(ref(held := t.detach()))
+        if not is_free(t, ours):
+            noted.add(t)
+        return held
+
+    def call() -> Any:
+        nonlocal noted
+        noted = Noted(reruns)
+        args, kwargs, entered = RerunArguments(given.leaves, given.spec).enter(given.leaves)
+        ours.update(map(id, entered))
+        with (
+            nullcontext() if fill is None else filling(fill),
+            saved_tensors_hooks(pack, lambda t: t),
+            bytes_made,
+        ):
+            result = forward(*args, **kwargs)
+        noted.settle()
+        return result
+
+    device = device_of(*tensors)
+    with hooked(f"layer {name}"):
+        trial = try_out(call, [*layers, *hooks_of_all()], device, tensors_in)
+    outputs = tensors_in(trial.value)
+    if any(t.layout is not torch.strided for t in (*tensors, *outputs)):
+        raise NotExactError(
+            f"layer {name} is given or returns a sparse tensor: expected dense ones"
+        )
+    made = made_by(trial.value, tensors)
+    reads = _reads_of(trial.found, trial.surroundings)
+    shares = torch.is_autocast_enabled(device.type) and _shares_casts(outputs)
+    tried = Tried(
+        Recomputable(
+            name, forward, trial.surroundings, reads, shares, replace(reruns, counts=True), fill
+        ),
+        wants=tuple(t.requires_grad for t in outputs),
+        is_apart=any(t is not None and t.untyped_storage().nbytes() for t in made),
+        writes=versions != [version(t) for t in tensors],
+        made=bytes_made,
+    )
+    del trial, outputs, made
+    if any(one() is not None for one in saved):  # what a graph saved lives as long as that
+        gc.collect()  # of cycles
+    if any(one() is not None for one in saved):
+        raise NotExactError(_LEAVES.format(name, "a place that cannot be found"))
+    for left in tried.unit.surroundings.left:
+        if left.key not in _computed_names(left.holder):
+            raise NotExactError(_LEAVES.format(name, left.called))
+    return tried
+
+
+def _is_torchs(source: Source) -> bool:
+    return isinstance(source.generator, torch.Generator)
+
+
+class Leave(torch.autograd.Function):
+    """The end of a recorded call, whose backward pass takes the gradients out of ``seeds``.
+
+    ``torch.autograd.grad`` would hold gradients passed to it until it returns.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, seeds: list[Tensor], *state: Tensor) -> Tensor:
+        ctx.seeds = seeds
+        return torch.empty(0, device=state[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        found = (None, *ctx.seeds)
+        ctx.seeds.clear()
+        return found
+
+
+def _shares_casts(outputs: Sequence[Tensor]) -> bool:
+    """Return whether two casts of one parameter are in a graph that was made without a cache."""
+    pending, seen, cast = [t.grad_fn for t in outputs], set[Any](), set[Any]()
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        inner = [one for one, _ in node.next_functions]
+        if node.name() == "ToCopyBackward0" and hasattr(inner[0], "variable"):
+            if inner[0] in cast:
+                return True
+            cast.add(inner[0])
+        pending += inner
+    return False
+
+
+_LEAVES = (
+    "layer {} leaves a tensor with a gradient in {}: expected it to return it, since no budget "
+    "covers what is left; return it, leave its detach(), or use memory=None"
+)
+
+
+def _computed_names(attributes: Any) -> set[str]:
+    """Return the names of weights that torch's hooks compute before each call, as pruning does."""
+    hooks = attributes.get("_forward_pre_hooks", {}) if isinstance(attributes, dict) else {}
+    options = (vars(hook).values() for hook in hooks.values() if hasattr(hook, "__dict__"))
+    return {value for values in options for value in values if isinstance(value, str)}
+
+
+def parts_of(layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the modules in some layers, each once. It is faster than torch's ``modules``."""
+    found: dict[int, nn.Module] = {}
+    pending = [*reversed(layers)]
+    while pending:
+        part = pending.pop()
+        if id(part) not in found:
+            found[id(part)] = part
+            pending += [one for one in reversed(part._modules.values()) if one is not None]
+    return [*found.values()]
+
+
+def tensors_of(parts: Sequence[nn.Module]) -> list[Tensor]:
+    """Return the parameters and buffers of some modules, without those inside of these."""
+    tables = (table for part in parts for table in (part._parameters, part._buffers))
+    return [t for table in tables for t in table.values() if t is not None]
+
+
+def options_key(parts: Sequence[nn.Module], tensors: Sequence[Tensor]) -> Hashable:
+    """Return all that trials and sizes of some modules depend on, besides what they are given: the
+    objects, their options, and their ``tensors``. It keeps none of these alive. A fraction may
+    be annealed, so it tells only whether it is zero."""
+    options = [
+        (name, bool(value) if isinstance(value, float) else value)
+        for part in parts
+        for name, value in (("id", id(part)), *vars(part).items())
+        if value.__class__ not in _TABLES and isinstance(value, _OPTIONS)  # the first is faster
+    ]
+    forms = tuple((id(t), t.shape, t.dtype, t.device, t.requires_grad) for t in tensors)
+    return tuple(options), forms, torch.get_num_threads()
+
+
+_OPTIONS, _TABLES = (bool, int, float, str, type(None)), {dict, OrderedDict, set}
+
+
+def _reads_of(found: Referents, surroundings: Surroundings) -> list[Tensor]:
+    """Return the parameters, buffers and captured tensors that a call reads and does not change."""
+    changing = {id(b) for b in surroundings.buffers}
+    read = (*tensors_of(found.parts()), *found.tensors)
+    return [t for t in read if id(t) not in changing]
+
+
+def architecture_key(parts: Sequence[nn.Module]) -> Hashable:
+    """Return a description of some modules, equal for modules that behave alike.
+
+    It has their classes, options and sizes, and which of them share a module or a tensor. It is
+    None unless all are torch's own, without hooks.
+    """
+    numbers: dict[int, int] = {}
+
+    def number(value: object) -> int:
+        return numbers.setdefault(id(value), len(numbers))
+
+    found = []
+    for part in parts:
+        kind, own = type(part), vars(part)
+        if not kind.__module__.startswith("torch.nn.modules."):
+            return None
+        options = {name: own[name] for name in own.keys() - MODULE_TABLES - {"forward"}}
+        simple = all(map(_is_simple, options.values()))
+        hooked = any(own[name] for name in own if name.endswith("_hooks"))
+        replaced = "forward" in own and not hasattr(own["forward"], "places")  # not by a row
+        if hooked or replaced or not simple:
+            return None
+        tables = own["_parameters"], own["_buffers"]
+        tensors = tuple(
+            (name, t if t is None else (number(t), signature(t), t.untyped_storage().nbytes()))
+            for table in tables
+            for name, t in table.items()
+        )
+        within = tuple((name, number(child)) for name, child in own["_modules"].items())
+        found.append((kind, number(part), repr(sorted(options.items())), tensors, within))
+    return tuple(found)
+
+
+def _is_simple(value: Any) -> bool:
+    """Return whether an option's text says all of it; a function of torch's is one object."""
+    torchs = callable(value) and str(getattr(value, "__module__", "")).startswith("torch.")
+    return torchs or isinstance(value, bool | int | float | str | tuple | None)

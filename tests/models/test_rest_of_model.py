@@ -1,0 +1,23 @@
+"""What a program holds besides some of its calls."""
+
+import torch
+
+from retrograde.models.rows.rest_of_model import RestOfModel
+from retrograde.plan.calls import OutputLifetime
+
+
+def test_a_gradient_in_anothers_memory_counts_as_itself_where_a_row_counts_that():
+    """Those of ``h`` and ``r`` lie in that of what they are joined to, four times as large."""
+    x, elsewhere = torch.zeros(4, requires_grad=True), RestOfModel()
+    with elsewhere:
+        elsewhere.begin(x, counts=True)
+        elsewhere.end(h := x * 1)
+        r = x.exp()
+        elsewhere.begin(h, counts=True)
+        elsewhere.end(y := h * 2)
+        out = torch.cat([h + r, y, y, y])
+    elsewhere.finish([x], [out])
+    first, _ = elsewhere.waits([[0], [1]])
+    assert first == OutputLifetime(2, 2, 4.0)
+    own, joined = r.nbytes, out.nbytes
+    assert elsewhere.held_bytes([]) - elsewhere.held_bytes([[0], [1]]) == joined - own
