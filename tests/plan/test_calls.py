@@ -6,14 +6,13 @@ from itertools import pairwise
 
 import pytest
 
+from retrograde.plan.call_planner import fastest, least
 from retrograde.plan.calls import (
     CallSizes,
     OutputLifetime,
     Part,
     Way,
-    fastest,
     kept_whole,
-    least,
     one_after_the_other,
     peak_of,
     seconds_of,

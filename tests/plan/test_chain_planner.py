@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from oracles.chains import fastest
 from retrograde import BudgetError, ScheduleError, UnitError
 from retrograde.plan import chain_minimum, cost, plan
-from retrograde.plan.calls import CallSizes, MayKeep, Way, seconds_of
-from retrograde.plan.calls import fastest as fastest_calls
+from retrograde.plan.call_planner import MayKeep
+from retrograde.plan.call_planner import fastest as fastest_calls
+from retrograde.plan.calls import CallSizes, Way, seconds_of
 from retrograde.plan.chains import LONGEST, plan_chain, record_everything
 from retrograde.schedule import Chain, Schedule, Verb, simulate
 
@@ -119,7 +120,7 @@ def test_rounded_levels_keep_the_budget_and_prove_a_bound(length, seed, policy, 
     memory = max(1, int(least + share * max(0, most - least)))
     fine = plan_chain(chain, memory, policy, certify=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["retrograde.plan.calls"], "_MOST_LEVELS", 20)
+        patch.setattr(sys.modules["retrograde.plan.call_planner"], "_MOST_LEVELS", 20)
         coarse = plan_chain(chain, memory, policy, certify=True)
     for schedule in (coarse, fine):
         assert schedule.peak <= memory
@@ -138,7 +139,9 @@ def test_a_bound_is_below_the_exact_optimum(policy):
             assert exact.gap == pytest.approx(0, abs=1e-12)
             for levels in (2, 10, 33):
                 with pytest.MonkeyPatch.context() as patch:
-                    patch.setattr(sys.modules["retrograde.plan.calls"], "_MOST_LEVELS", levels)
+                    patch.setattr(
+                        sys.modules["retrograde.plan.call_planner"], "_MOST_LEVELS", levels
+                    )
                     coarse = plan_chain(chain, memory, policy, certify=True)
                 assert coarse.bound <= exact.seconds * (1 + 1e-12)
                 assert exact.seconds <= coarse.seconds * (1 + 1e-12)
@@ -275,7 +278,7 @@ def test_a_layer_of_a_part_of_a_level_is_not_free(share):
     )  # fmt: skip
     fine = plan(chain, share)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["retrograde.plan.calls"], "_MOST_LEVELS", 60)
+        patch.setattr(sys.modules["retrograde.plan.call_planner"], "_MOST_LEVELS", 60)
         assert plan(chain, share).seconds <= 1.02 * fine.seconds
 
 

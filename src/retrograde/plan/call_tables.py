@@ -1,6 +1,5 @@
-"""The table of :func:`retrograde.plan.calls.fastest`, filled by a kernel that compiles when this is
-first imported. Bytes are counted in levels, and what is held in parts of them. The rows of calls
-i … k − 1 are adjacent for each k.
+"""The table of :func:`retrograde.plan.call_planner.fastest`, filled by a kernel that compiles when
+this is first imported. Bytes are counted in levels, and what is held in parts of them.
 """
 
 import numpy as np
@@ -10,12 +9,6 @@ from numpy.typing import NDArray
 _Ints = NDArray[np.int64]
 _Reals = NDArray[np.float64]
 _Row = NDArray[np.float32]
-
-
-@njit(cache=True)  # type: ignore[untyped-decorator]
-def cell(i: int, k: int) -> int:
-    """Return the row of calls i … k − 1."""
-    return k * (k - 1) // 2 + i
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
@@ -35,18 +28,19 @@ def _lower(row: _Row, behind: _Row, seconds: np.float32, need: int, held: float)
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def fill(
     after: _Reals, first: _Ints, back: _Ints, more: _Reals, keeps: _Ints, dropped: _Ints,
-    forward: _Reals, given: _Reals, runs: _Ints, until: _Ints, noted: _Ints, waits: _Ints,
-    stores: bool, records: bool, best: NDArray[np.float32],
+    forward: _Reals, given: _Reals, runs: _Ints, until: _Ints, start: _Ints, offset: _Ints,
+    noted: _Ints, waits: _Ints, inputs: bool, tapes: bool, best: NDArray[np.float32],
 ) -> None:  # fmt: skip
     """Fill ``best``, of shape (2, rows, levels), by the recurrence.
 
     The first index says whether the input is held already. ``after``, ``first`` and ``back``, of
     shape (2, calls, ways), are what a way holds, and its peaks. ``more`` (3, calls, ways) are the
     seconds of a way outside groups, in one, and at its end. ``keeps`` and ``dropped`` are flags.
-    ``forward`` and ``noted`` are sums over the calls before. ``runs`` (calls, calls + 1) are peaks
-    of running calls in turn, and ``until`` the last end of a group. ``waits`` is the gradient at
-    each call's end. ``stores`` and ``records`` are those of
-    :class:`~retrograde.plan.calls.Kinds`.
+    ``forward`` and ``noted`` are sums over the calls before. ``runs`` (ranges) are peaks of running
+    calls in turn. ``until`` is the last end of a group, and ``start`` the first call of the ranges
+    with an end; calls i … k − 1 are range ``offset[k] + i``. ``waits`` is the gradient at each
+    call's end. ``inputs`` and ``tapes`` are those of
+    :class:`~retrograde.plan.call_planner.MayKeep`.
     """
     _, count, ways = more.shape
     levels = best.shape[2]
@@ -54,32 +48,32 @@ def fill(
     for k in range(1, count + 1):
         outer = k == count
         wait = 0 if outer else waits[k - 1]
-        for i in range(k - 1, -1, -1):
-            here = cell(i, k)
+        for i in range(k - 1, start[k] - 1, -1):
+            here = offset[k] + i
             group[:] = np.inf
             for j in range(i + 2, min(k, until[i] + 1)):
                 shift = noted[j] - noted[i] if outer else 0
-                need = shift + runs[i, j] + wait
+                need = shift + runs[offset[j] + i] + wait
                 seconds = np.float32(0.0 if outer else forward[j] - forward[i])
-                left, right = best[1, cell(i, j)], best[0, cell(j, k)]
+                left, right = best[1, offset[j] + i], best[0, offset[k] + j]
                 for m in range(max(0, need), levels):
                     group[m] = min(group[m], seconds + left[m - shift] + right[m - shift])
             for held in range(2):
                 row = best[held, here]
                 row[:] = np.inf
                 for w in range(ways):
-                    if not (stores or held if dropped[i, w] else records or i + 1 == k):
+                    if not (inputs or held if dropped[i, w] else tapes or i + 1 == k):
                         continue
                     runs_first = i + 1 < k or outer or not dropped[i, w]
                     need = max(back[held, i, w], first[held, i, w] + wait if runs_first else 0)
                     if i + 1 < k:
                         taken = np.float32(more[0 if outer else 1, i, w])
-                        behind = best[keeps[i, w], cell(i + 1, k)]
+                        behind = best[keeps[i, w], here + 1]
                         _lower(row, behind, taken, need, after[held, i, w])
                         continue
                     total = np.float32(more[0 if outer else 2, i, w])
                     for m in range(max(need, 0), levels):
                         row[m] = min(row[m], total)
-                if not (stores or held):
+                if not (inputs or held):
                     continue
                 _lower(row, group, np.float32(0.0), 0, 0.0 if held else given[i])

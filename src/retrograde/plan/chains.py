@@ -23,16 +23,8 @@ from math import gcd
 import numpy as np
 
 from retrograde.errors import BudgetError, ScheduleError
-from retrograde.plan.calls import (
-    CallSizes,
-    MayKeep,
-    Part,
-    Way,
-    fastest,
-    least,
-    least_seconds,
-    level_bytes,
-)
+from retrograde.plan.call_planner import MayKeep, fastest, least, least_seconds, level_bytes
+from retrograde.plan.calls import CallSizes, Part, Way
 from retrograde.plan.steps.unfold import NOTHING, Segments, store_all
 from retrograde.schedule import Action, Advance, Backward, Chain, Record, Schedule, simulate
 from retrograde.units import Memory, as_bytes, format_bytes
@@ -69,7 +61,7 @@ def plan_chain(
     except ValueError:
         raise _too_small(chain, room, policy) from None
     schedule = _schedule(chain, parts, policy, room)
-    is_best = level_bytes(calls, units) == 1
+    is_best = level_bytes(len(calls) * (len(calls) + 1) // 2, units) == 1
     if not (is_best or certify):
         return schedule
     seconds = schedule.seconds or 0.0

@@ -21,14 +21,13 @@ from retrograde.models.rows.arguments import Arguments, ResultBytes, tensors_in
 from retrograde.models.rows.phases import RERUN_BYTES, TURNED, Phases, Weights
 from retrograde.models.rows.rerun import DROPPED, DROPPED_LEAN, KEPT, LEAN, Recomputable
 from retrograde.models.rows.trials import architecture_key, options_key, parts_of, tensors_of
+from retrograde.plan.call_planner import fastest, least
 from retrograde.plan.calls import (
     CallSizes,
     OutputLifetime,
     Part,
     Way,
-    fastest,
     kept_whole,
-    least,
     one_after_the_other,
     peak_of,
 )
