@@ -41,21 +41,23 @@ class CallSizes:
     """Bytes and seconds of one call. The first way is ordinary backpropagation's.
 
     Attributes:
-        input_bytes: of its input. output_bytes: of its output. forward_bytes: its peak without a
-        graph, with its output. forward_seconds: the time of its forward pass. ways: in which it may
-        be kept. noted_bytes: what it notes to run again, such as random states. left_bytes: what it
-        leaves in attributes. reorders_gradient: whether it hands on a gradient whose memory is not
-        in order: where the given one's
-            is, and where it is not.
+        input_bytes: of its input.
+        output_bytes: of its output.
+        forward_bytes: its peak without a graph, with its output.
+        forward_seconds: the time of its forward pass.
+        ways: in which it may be kept.
+        noted_bytes: what it notes to run again, such as random states.
+        left_bytes: what it leaves in attributes.
+        reorders_gradient: whether it hands on a gradient whose memory is not in order: where the
+            given one's is, and where it is not.
         reorder_bytes: what the backward pass takes more in the second case.
         aliases_input: whether its result shares memory with what it is given.
         handed_bytes: of that, what the call before made.
         backward_seconds: the time of its backward pass, and what recording it takes longer.
         gradient_bytes: of the gradient of its output, and what its backward pass makes of it before
             it reads anything saved, which is held while a group runs again.
-        gradient_slack_bytes: of the memory of a gradient that it hands on, beyond the gradient's
-        own. starts_row: whether its input is the caller's, not the output of the call before. No
-        group
+        gradient_slack_bytes: of the memory of a gradient that it hands on, beyond its own.
+        starts_row: whether its input is the caller's, not the output of the call before. No group
             passes it.
     """
 

@@ -345,9 +345,9 @@ def _watched(
             refused[refusal.name] = refusal.reason
             order.refuse(type(refusal.layer))
             continue
-        watched = WatchedRows.join(watched, events, elsewhere)
-        joined = [row for one in watched if isinstance(one, WatchedRows) for row in one.rows]
-        held = elsewhere.held_bytes([one.row.numbers for one in joined])
+        watched = WatchedRows.join(watched, elsewhere)
+        joined = [time for one in watched if isinstance(one, WatchedRows) for time in one.times]
+        held = elsewhere.held_bytes([time.numbers for time in joined])
         without = [one for one in watched if one.useless]
         refused |= {one.name: _NO_USE for one in without}
         watched = [one for one in watched if not one.useless]

@@ -10,8 +10,9 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import pairwise
 from operator import attrgetter
 from typing import Any
 
@@ -49,6 +50,7 @@ from retrograde.sizes.cache import signature
 from retrograde.sizes.ordinary import FEW_BYTES, FEW_STEPS, expanded
 
 _USEFUL = 0.9
+_MOST_CALLS = 2000  # of one plan, which takes seconds for more
 
 
 class Watched(ABC):
@@ -243,7 +245,8 @@ class WatchedRow(Watched):
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        self.row.seen, self.row.numbers = seen, _ = list[PassMeasurements](), list[int]()
+        self.row.seen = seen = list[PassMeasurements]()
+        self.row.numbers, self.row.kept = [[]], set()
         self.row.install()
         yield
         self.row.seen, self.row.made, self.row.events, self.row.elsewhere = None, [], [], None
@@ -255,14 +258,24 @@ class WatchedRow(Watched):
             self._seen(id(kind), partial(attrgetter("least_bytes", "ordinary_bytes"), kind))
 
 
-class WatchedRows(Watched):
-    """Runs of layers that the model calls one after the other, once each. They have one plan, since
-    what the later ones held is free when the earlier ones go back."""
+@dataclass(frozen=True)
+class _Time:
+    """One time that the model runs a row, and the numbers of its calls."""
 
-    def __init__(self, rows: Sequence[WatchedRow], waits: Sequence[OutputLifetime]) -> None:
-        names = ", ".join(one.name for one in rows)
+    row: WatchedRow
+    kind: PassMeasurements
+    numbers: Sequence[int]
+
+
+class WatchedRows(Watched):
+    """Runs of layers that the model calls one after the other, perhaps several times. They have one
+    plan, since what the later ones held is free when the earlier ones go back."""
+
+    def __init__(self, times: Sequence[_Time], waits: Sequence[OutputLifetime]) -> None:
+        self.rows = [*dict.fromkeys(one.row for one in times)]
+        names = ", ".join(one.name for one in self.rows)
         super().__init__(names, names)
-        self.rows, self.kinds, self.waits = rows, [one.kinds[0] for one in rows], waits
+        self.times, self.kinds, self.waits = times, [one.kind for one in times], waits
         self.all = PassMeasurements.of_rows(self.kinds, waits)
         self._seen(0, lambda: (self.all.least_bytes, self.all.ordinary_bytes))
 
@@ -271,33 +284,40 @@ class WatchedRows(Watched):
         return [one.row for one in self.rows]
 
     def give(self, part: int) -> Iterable[tuple[Watched, int]]:
-        timeline = JointPlan([one.row for one in self.rows], self.waits)
+        timeline = JointPlan([one.row.row for one in self.times], self.waits)
         timeline.memory, plan, start = part, self.all.plan(part), 0
         timeline.knows(dict(enumerate(self.kinds)), self.all)
-        smallest = sum(one.minimum_bytes for one in self.rows)
-        rest = max(1, sum(one.ordinary_bytes for one in self.rows) - smallest)
+        smallest = sum(one.row.minimum_bytes for one in self.times)
+        rest = max(1, sum(one.row.ordinary_bytes for one in self.times) - smallest)
         if part >= smallest:
             share = min(rest, part - smallest)
-            timeline.shares = [one.part(share, rest) for one in self.rows]
-        for one, kind in zip(self.rows, self.kinds, strict=True):
-            one.row.timeline = timeline
-            parts = [p.moved(-start) for p in plan if 0 <= p.start - start < len(kind.sizes)]
-            yield one, peak_of(kind.sizes, parts)
-            start += len(kind.sizes)
+            timeline.shares = [one.row.part(share, rest) for one in self.times]
+        peaks = dict.fromkeys(self.rows, 0)
+        for one in self.times:
+            one.row.row.timeline, stop = timeline, start + len(one.kind.sizes)
+            parts = [p.moved(-start) for p in plan if start <= p.start < stop]
+            peaks[one.row] = max(peaks[one.row], peak_of(one.kind.sizes, parts))
+            start = stop
+        return peaks.items()
 
     @classmethod
-    def join(
-        cls, watched: Sequence[Watched], events: Sequence[LayerRun], elsewhere: RestOfModel
-    ) -> list[Watched]:
+    def join(cls, watched: Sequence[Watched], elsewhere: RestOfModel) -> list[Watched]:
         """Return the parts, with rows in place of each row, if these do not overlap."""
-        rows = {id(w.row): w for w in watched if isinstance(w, WatchedRow) and w.kinds}
-        order = [at for at, _ in groupby(at for at in map(id, events) if at in rows)]
-        once = all(len(one.kinds) == 1 == sum(one.calls.values()) for one in rows.values())
-        if len(rows) < 2 or not once or len(order) != len(rows):
+        rows = [one for one in watched if isinstance(one, WatchedRow) and one.kinds]
+        pairs = [(one, one.row.numbers[1:]) for one in rows]
+        times = [
+            _Time(one, kind, numbers)
+            for one, every in pairs
+            for kind, numbers in zip(one.kinds, every, strict=False)
+        ]
+        times.sort(key=lambda one: one.numbers[0])
+        ended = all(len(one.kinds) == len(every) for one, every in pairs)
+        apart = all(one.numbers[-1] < after.numbers[0] for one, after in pairwise(times))
+        few = sum(len(one.kind.sizes) for one in times) <= _MOST_CALLS
+        if len(times) < 2 or not (ended and apart and few):
             return [*watched]
-        use = [rows[at] for at in order]
-        waits = elsewhere.waits([one.row.numbers for one in use])
-        return [*(one for one in watched if one not in use), cls(use, [*waits])]
+        waits = elsewhere.waits([one.numbers for one in times])
+        return [*(one for one in watched if one not in rows), cls(times, [*waits])]
 
 
 def run_name(run: Layers) -> str:

@@ -7,10 +7,12 @@ all of them.
 
 import threading
 import warnings
+from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -97,14 +99,14 @@ def where(t: Tensor) -> Hashable:
 
 
 class JointPlan:
-    """Rows that a pass runs in turn, each at most once, within one budget.
+    """Rows that a pass runs in turn, within one budget. A rollout runs a row once for each step.
 
     Once a pass was seen, the shapes at its first row determine those at the others, so that all
     have one plan. If they do not, each row has its share of the budget. A row that is new, or whose
     share is too small, is one group, whose plan is made when it goes back.
 
     Args:
-        rows: in the order of a pass.
+        rows: in the order of a pass, each as often as it comes.
         waits: how long the output of each waits.
     """
 
@@ -112,7 +114,7 @@ class JointPlan:
         self, rows: Sequence["LayerRun"], waits: Sequence[OutputLifetime] = (OutputLifetime(1, 1),)
     ) -> None:
         self.rows, self.waits, self.memory = [*rows], [*waits], 0
-        self.shares = [0] * len(rows)
+        self.shares, self._repeats = [0] * len(rows), len({*map(id, rows)}) < len(rows)
         self._known: dict[
             tuple[int, int], tuple[dict[int, PassMeasurements], PassMeasurements | None]
         ] = {}
@@ -127,21 +129,36 @@ class JointPlan:
 
     def begin(self, row: "LayerRun", kind: PassMeasurements) -> RunningPlan | None:
         """Begin a row. Return how its calls run; None is ordinary backpropagation."""
-        at, now = self.rows.index(row), getattr(self._running, "now", {})
-        if not now or at <= max(now):
+        now = getattr(self._running, "now", {})
+        if (at := self._place(row, now)) == 0 or at <= max(now, default=-1):
             self._running.now = now = {}
         now[at] = kind, None
         kinds, whole = self._known.get(_first(now), ({}, None))
+        share = self.shares[at] if at < len(self.rows) else 0
         if whole is not None and kinds.get(at) is kind:
             start = sum(len(one.sizes) for k, one in kinds.items() if k < at)
-            parts = [part.moved(-start) for part in whole.plan(self.memory)]
-            own = tuple(part for part in parts if 0 <= part.start < len(kind.sizes))
-        elif whole is None and kind.is_measured and self.shares[at] >= kind.least_bytes:
-            own = kind.plan(self.shares[at])
+            parts = whole.plan(self.memory)
+            first, last = (
+                bisect_left(parts, n, key=lambda part: part.start)
+                for n in (start, start + len(kind.sizes))
+            )
+            own = tuple(part.moved(-start) for part in parts[first:last])
+        elif whole is None and kind.is_measured and share >= kind.least_bytes:
+            own = kind.plan(share)
         else:
             return RunningPlan((), kind.tied, partial(self._late, now, at))
         now[at] = kind, own
         return None if kind.is_ordinary(own) else RunningPlan(own, kind.tied)
+
+    def _place(self, row: "LayerRun", now: "_Running") -> int:
+        """Return a row's place in a pass. More steps than there were on the sample come behind, as
+        long as the pass has not gone back."""
+        last = max(now, default=-1)
+        graph = getattr(self._running, "graph", lambda: None)() if self._repeats else None
+        if self._repeats and (graph is None or graph.over):
+            return self.rows.index(row)
+        places = (k for k in range(last + 1, len(self.rows)) if self.rows[k] is row)
+        return next(places, last + 1 if self._repeats else self.rows.index(row))
 
     def enter(self, row: "LayerRun", now: Pass) -> None:
         """Note that this thread's pass has begun a row."""
@@ -152,14 +169,16 @@ class JointPlan:
         open_row, now = getattr(self._running, "open", (None, None))
         return open_row is row and now is not None and now.next <= number
 
-    def end(self, row: "LayerRun") -> None:
-        """End a row.
+    def end(self, result: Any) -> None:
+        """End a row, of whose last call this is the result.
 
         Raises:
             BudgetError: the budget is too small for its input.
         """
         self._running.open = None, None
-        at, now = self.rows.index(row), self._running.now
+        now, at = self._running.now, max(self._running.now)
+        if self._repeats:
+            self._running.graph = _Graph.of(result)
         grown, self._running.grown = getattr(self._running, "grown", None), None
         if grown is not None:  # the next pass is planned anew, or refused
             kind, parts = now[at]
@@ -167,7 +186,7 @@ class JointPlan:
             if (need := self._before(now, at) + own) > self.memory:
                 warnings.warn(larger(grown, need, self.memory, kind), stacklevel=7)
             return
-        if row is self.rows[-1]:
+        if at == len(self.rows) - 1:
             self._found(now)
 
     def _found(self, now: "_Running") -> None:
@@ -180,7 +199,8 @@ class JointPlan:
         new, old = ({(k, id(one)) for k, one in each.items()} for each in (found, known))
         if old and not old < new and need <= self.memory:
             return
-        waits = [self.waits[k].among([*found]) for k in found]
+        beyond = [OutputLifetime(k + 1, k + 1) for k in range(len(self.waits), max(found) + 1)]
+        waits = [[*self.waits, *beyond][k].among([*found]) for k in found]
         whole = PassMeasurements.of_rows([*found.values()], waits)
         if whole.least_bytes <= self.memory:  # the next ones are planned by it
             self.knows(found, whole)
@@ -189,7 +209,7 @@ class JointPlan:
         elif len(found) == len(self.rows):
             raise too_small(self.memory, whole.least_bytes, whole)
         if need > self.memory:
-            name = self.rows[at].names[0]
+            name = self.rows[min(at, len(self.rows) - 1)].names[0]
             warnings.warn(_SURPRISE.format(name, need, self.memory), stacklevel=8)
 
     def knows(
@@ -218,10 +238,24 @@ class JointPlan:
 
     def _late(self, now: "_Running", at: int) -> tuple[Part, ...]:
         kind = now[at][0]
-        if max(now) + 1 < len(self.rows) and all(one.is_measured for one, _ in now.values()):
-            self._found(now)  # the pass has ended without the last row
+        if max(now) + 1 != len(self.rows) and all(one.is_measured for one, _ in now.values()):
+            self._found(now)  # the pass has ended without the last row, or behind it
         noted = sum(call.noted_bytes for call in kind.sizes)
         return kind.late_plan(self.memory - self._before(now, at) - noted)
+
+
+class _Graph:
+    """Lives as long as the graph of a row's result, until that goes back."""
+
+    over = False
+
+    @classmethod
+    def of(cls, result: Any) -> "ref[_Graph]":
+        graph = cls()
+        node = next((t.grad_fn for t in tensors_in(result) if t.grad_fn is not None), None)
+        if node is not None:
+            node.register_prehook(lambda _: setattr(graph, "over", True))
+        return ref(graph)
 
 
 _Running = dict[int, tuple[PassMeasurements, tuple[Part, ...] | None]]

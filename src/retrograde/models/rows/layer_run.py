@@ -185,7 +185,7 @@ class LayerRun:
         self.kept = set[int]()  # which of these the model keeps for later
         self.lingers = set[tuple[int, int]]()  # calls, and which are still there when they run
         self.elsewhere: RestOfModel | None = None  # what is held besides, in that run
-        self.numbers = list[int]()  # of its calls there
+        self.numbers = [list[int]()]  # of its calls there, before the first pass and in each
 
     def install(self) -> None:
         """Pass the calls of the layers to this row from now on."""
@@ -204,7 +204,7 @@ class LayerRun:
             if self.events and (last := self.events[-1]) is not self:
                 last.kept.update(last._alive())  # which states but the last are still there
             self.events.append(self)
-            self.numbers.append(self.elsewhere.begin((args, kwargs), counts=True))
+            self.numbers[-1].append(self.elsewhere.begin((args, kwargs), counts=True))
         result = None
         try:
             result = self._call(number, args, kwargs)
@@ -263,7 +263,7 @@ class LayerRun:
         elif now is not None:
             self.handed.on(now, ())
             if self.seen is None and now.kind.sizes:
-                self.timeline.end(self)
+                self.timeline.end(result)
         if self.elsewhere is not None:
             self.results += map(ref, tensors_in(result))
         return result
@@ -357,6 +357,8 @@ class LayerRun:
             return Pass(unknown(), None)
         if self.seen is not None:
             self.seen.append(kind)
+            self.numbers.append([self.numbers[-1].pop()])
+            self.kept.update(self._alive())
             self.made = [[*map(ref, tensors_in(given.state))]]
             return Pass(kind, RunningPlan((), kind.tied, partial(kind.late_plan, 0)))
         self.timeline.enter(self, now := Pass(kind, self.timeline.begin(self, kind)))

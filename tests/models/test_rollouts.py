@@ -1,0 +1,125 @@
+"""A model that runs its layers several times in a pass: one plan for all steps."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import retrograde as rg
+
+WIDTH, STEPS = 24, 5
+
+
+class Rollout(nn.Module):
+    """x ← x + f(x), with a loss at each step; ``steps`` may change after the sample."""
+
+    def __init__(self, steps=STEPS):
+        super().__init__()
+        self.steps = steps
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+            for _ in range(4)
+        )
+        self.head = nn.Linear(WIDTH, 1)
+
+    def forward(self, x):
+        total = x.new_zeros(())
+        for _ in range(self.steps):
+            y = x
+            for block in self.blocks:
+                y = block(y)
+            x = x + 0.1 * y
+            total = total + self.head(x).square().mean()
+        return total
+
+
+def gradients(model, x, passes=1):
+    model.zero_grad(set_to_none=True)
+    total = sum(model(x + k) for k in range(passes))
+    total.backward()
+    return [p.grad for p in model.parameters()]
+
+
+def drawn():
+    torch.manual_seed(0)
+    return Rollout(), torch.randn(256, WIDTH)
+
+
+def taken(model, x, passes=1):
+    def run():
+        return gradients(model, x, passes)
+
+    run()
+    return rg.measure(run).working_bytes
+
+
+def assert_equal(model, plain, x, passes=1):
+    for mine, theirs in zip(gradients(model, x, passes), gradients(plain, x, passes), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize("share", ["100%", "50%", "25%", "least"])
+def test_all_steps_have_one_plan(share):
+    model, x = drawn()
+    plain = copy.deepcopy(model)
+    whole = taken(plain, x)
+    with pytest.raises(rg.BudgetError) as refusal:
+        rg.budget(model, 1, x)
+    least = refusal.value.minimum_bytes
+    assert least < 0.2 * whole
+    division = rg.budget(model, least if share == "least" else share, x)
+    assert division.ordinary_bytes == pytest.approx(whole, rel=0.05)
+    assert taken(model, x) <= division.total_bytes + division.elsewhere_bytes
+    assert_equal(model, plain, x)
+
+
+@pytest.mark.parametrize("steps", [1, 3, STEPS - 1])
+def test_a_pass_of_fewer_steps_is_not_the_beginning_of_the_next_one(steps):
+    model, x = drawn()
+    plain = copy.deepcopy(model)
+    division = rg.budget(model, "30%", x)
+    for one in (model, plain):
+        one.steps = steps
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            assert_equal(model, plain, x)
+    assert taken(model, x) <= division.total_bytes + division.elsewhere_bytes
+    model.steps = plain.steps = STEPS
+    assert taken(model, x) <= division.total_bytes + division.elsewhere_bytes
+    assert_equal(model, plain, x)
+
+
+def test_more_steps_are_told_once_and_planned_from_then_on():
+    model, x = drawn()
+    plain = copy.deepcopy(model)
+    division = rg.budget(model, "30%", x)
+    model.steps = plain.steps = 3 * STEPS
+    assert_equal(model, plain, x)  # one group each: what is held grows by a state a step
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_equal(model, plain, x)
+        taken_bytes = taken(model, x)
+    states = 2 * 3 * STEPS * x.nbytes  # which the rest of the model holds
+    assert taken_bytes <= division.total_bytes + division.elsewhere_bytes + states
+
+
+def test_two_passes_before_one_backward_pass():
+    model, x = drawn()
+    plain = copy.deepcopy(model)
+    rg.budget(model, "30%", x)
+    for _ in range(2):
+        assert_equal(model, plain, x, passes=2)
+    assert_equal(model, plain, x)
+
+
+def test_passes_without_a_backward_pass_are_no_steps():
+    model, x = drawn()
+    plain = copy.deepcopy(model)
+    division = rg.budget(model, "30%", x)
+    for _ in range(3):
+        model(x)
+    assert taken(model, x) <= division.total_bytes + division.elsewhere_bytes
+    assert_equal(model, plain, x)
