@@ -804,16 +804,20 @@ def test_inputs_of_another_shape_are_planned_anew(shape):
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_a_sequential_of_ours_keeps_a_budget_of_its_own(alone):
+def test_the_layers_of_a_sequential_of_ours_share_the_models_budget(alone):
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)) for _ in range(6)]
     net = rg.Sequential(*layers, memory="90%")
     model = net if alone else nn.Sequential(nn.Linear(32, 32), net, nn.Linear(32, 4))
     x, plain = torch.randn(256, 32), copy.deepcopy(model)
+    with pytest.raises(rg.BudgetError):
+        rg.budget(model, 1, x)
+    assert net.memory == "90%"
     division = rg.budget(model, "60%", x)
-    (name,) = (name for name in division.shares if name in ("", "1"))
-    assert net.memory == division.shares[name].budget_bytes
-    assert not any("1.0" in name for name in division.shares)
+    assert net.memory is None
+    assert [*division.shares] == ["0 … 5" if alone else "0 … 2"]
+    same(trained(model, x), trained(plain, x))
+    rg.budget(model, None)
     same(trained(model, x), trained(plain, x))
 
 
@@ -879,7 +883,7 @@ def test_frozen_layers_before_the_others_take_part_in_a_group():
     row, _ = vars(ours.embed)["forward"].places[0]
     (known,) = (found.result for found in row.plans.kinds._found.values())
     one = [Part(k, k + 1, 2) for k in range(len(known.sizes))]
-    known.plans[row.timeline.memory] = (Part(0, len(one), 0, tuple(one)),)
+    known.plans[row.joint_plan.memory] = (Part(0, len(one), 0, tuple(one)),)
     same(trained(ours, x), trained(theirs, x))
 
 

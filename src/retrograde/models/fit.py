@@ -1,5 +1,6 @@
 """``fit``: the plan for a call and a budget, without running the call."""
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from retrograde.cells.unroll import CellCall, refuse_compiled
 from retrograde.errors import NotExactError
 from retrograde.models.budget.replace_modules import twin
 from retrograde.models.chain_plans import ChainFit
+from retrograde.models.sequential import Sequential
 from retrograde.plan.fit import Fit
 from retrograde.replay.trees import flatten_inputs
 from retrograde.run.layout import Straight, check_length
@@ -77,16 +79,15 @@ def fit(
                 f"got compile=True for a {type(cell).__name__}: expected it for a cell alone; "
                 "leave it out"
             )
-    if isinstance(cell, nn.RNNBase | nn.Sequential) and not stateful:
-        module = twin(cell)
-        if not isinstance(module, nn.Sequential):
-            plan = module._fit_within(memory, inputs, state)
-            return replace(plan, seconds=1e-6 * plan.time)
-        if state is None:
-            return module._fit_within(memory, inputs)
-        raise NotExactError(
-            f"got a state, a {type(state).__name__}, for a Sequential: expected none"
-        )
+    if isinstance(cell, nn.RNNBase) and not stateful:
+        plan = twin(cell)._fit_within(memory, inputs, state)
+        return replace(plan, seconds=1e-6 * plan.time)
+    if isinstance(cell, nn.Sequential) and not stateful:
+        if state is not None:
+            raise NotExactError(
+                f"got a state, a {type(state).__name__}, for a Sequential: expected none"
+            )
+        return Sequential(OrderedDict(cell._modules))._fit_within(memory, inputs)
     if isinstance(cell, Recurrent):
         call, cell, state = cell._call_of(inputs, state)
         call = replace(call, memory=memory, schedule=None)

@@ -30,6 +30,19 @@ T = TypeVar("T")
 _MOST = 48
 
 
+class Recent(dict[Hashable, T]):
+    """The ``most`` newest entries of a dict."""
+
+    def __init__(self, most: int = 32 * _MOST) -> None:
+        super().__init__()
+        self._most = most
+
+    def __setitem__(self, key: Hashable, value: T) -> None:
+        super().__setitem__(key, value)
+        while len(self) > self._most:
+            del self[next(iter(self))]
+
+
 @dataclass(frozen=True)
 class _Known(Generic[T]):
     result: T

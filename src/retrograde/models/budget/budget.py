@@ -1,9 +1,8 @@
 """``budget``: one memory budget for all the recurrent modules and deep chains of a model.
 
-Three kinds of parts get a share of the budget:
+Two kinds of parts get a share of the budget:
 
 - every recurrent module;
-- every ``Sequential`` of this library;
 - every run of layers that the model calls one after the other (``call_order.py``).
 
 The model runs on a sample. For the input of each part, two sizes are found: the least memory of the
@@ -35,15 +34,12 @@ from retrograde.errors import BudgetError, NotExactError
 from retrograde.models.budget.call_order import CallOrder
 from retrograde.models.budget.replace_modules import is_chain
 from retrograde.models.budget.sample_run import (
-    Watched,
-    WatchedModule,
-    WatchedRow,
-    WatchedRows,
     bytes_of_a_pass,
     called_in_turn,
     untouched,
     what_is_elsewhere,
 )
+from retrograde.models.budget.watched import Watched, WatchedModule, WatchedRow, WatchedRows
 from retrograde.models.rows.arguments import tensors_in
 from retrograde.models.rows.layer_run import LayerRun, RefusedLayerError, install, released
 from retrograde.models.rows.rest_of_model import draw
@@ -136,14 +132,15 @@ def budget(model: nn.Module, memory: Memory, sample: Any) -> Division: ...
 
 
 def budget(model: nn.Module, memory: Memory | None, sample: Any = None) -> Division | None:
-    """Divide one memory budget among the recurrent modules and deep chains of a model.
+    """Divide one memory budget among the recurrent modules and layers of a model.
 
     Every ``torch.nn.RNN``, ``GRU`` and ``LSTM`` in the model, at any depth, becomes the module of
     this library with the same parameters. Its ``memory`` is its share. Modules of this library get
     a new ``memory``, which also replaces a ``schedule``; recurrent modules keep their ``backward``.
 
     Layers that the model calls one after the other, such as the blocks of a transformer, keep their
-    class. Each of their calls is kept whole, lean, or dropped and run again.
+    class. Each of their calls is kept whole, lean, or dropped and run again. Those of a
+    ``Sequential`` of this library are among them, in place of a ``memory`` of its own.
 
     All changes are in place, even if the model itself is such a module. Optimizers, hooks,
     references and ``state_dict`` stay valid. If the call raises an error, nothing is changed.
@@ -181,6 +178,14 @@ def budget(model: nn.Module, memory: Memory | None, sample: Any = None) -> Divis
         return None
     parse_memory(memory)
     _check(model, sample)
+    with _unless_refused(model):
+        for chain in filter(is_chain, model.modules()):  # its layers share this budget
+            chain.memory = None
+        return _divided(model, memory, sample)
+
+
+def _divided(model: nn.Module, memory: Memory, sample: Any) -> Division:
+    """Give the parts of a model their shares."""
     order = called_in_turn(model, sample)
     refused = order.refusals()
     watched, elsewhere, useless = _watched(model, sample, order, refused)
@@ -195,10 +200,9 @@ def budget(model: nn.Module, memory: Memory | None, sample: Any = None) -> Divis
     kept = _Kept(model, sample, order.fill, needs, elsewhere + useless)
     least = sum(one.used(one.minimum_bytes) for one in needs)
     total = as_bytes(memory, ordinary := kept.ordinary)
-    with _unless_refused(model):
-        most = kept.least(least) if total < least else kept.within(total, least)
-        if most > total:
-            raise BudgetError(_too_little(memory, total, most, ordinary, needs), most)
+    most = kept.least(least) if total < least else kept.within(total, least)
+    if most > total:
+        raise BudgetError(_too_little(memory, total, most, ordinary, needs), most)
     left = tuple(one.name for one in watched if not one.calls)
     return Division(
         model, kept.shares, left, total, least, ordinary, refused, kept.elsewhere,
@@ -268,7 +272,7 @@ class _Kept:
             self.give(total)
             self.rest, self.elsewhere = self.peak, self.peak - self.ordinary
             warnings.warn(
-                f"the rest of the model {_REST.format(format_bytes(self.rest))}", stacklevel=3
+                f"the rest of the model {_REST.format(format_bytes(self.rest))}", stacklevel=4
             )
             return total
         little = more if self._is_little(more) else 0  # as of other plans for the same bytes
@@ -327,7 +331,7 @@ def _watched(
         watched: list[Watched] = [
             WatchedModule(name, m, name or type(model).__name__)
             for name, m in model.named_modules()
-            if isinstance(m, nn.RNNBase) or is_chain(m)
+            if isinstance(m, nn.RNNBase)
         ]
         watched += [WatchedRow(run, order.tied_from(run)) for run in order.preferred]
         events = list[LayerRun]()

@@ -156,9 +156,6 @@ class CallOrder:
     """The calls of a model, and the runs of layers among them."""
 
     def __init__(self, top: ModuleCall) -> None:
-        for call in _all(top):
-            if is_chain(call.module):  # its layers share its budget
-                call.inside = []
         self.top, self.every = top, [*_all(top)]
         self.whole = sum(call.held for call in top.inside)
         self.times = Counter(id(call.module) for call in self.every)
@@ -298,7 +295,7 @@ def _opened(around: ModuleCall, ready: set[int]) -> list[ModuleCall]:
 
 
 def _is_sequential(module: nn.Module) -> bool:
-    calls = type(module).forward is container.Sequential.forward
+    calls = type(module).forward is container.Sequential.forward or is_chain(module)
     return calls and besides_forward(module) is None
 
 
@@ -323,7 +320,8 @@ def _uses(calls: Layers) -> Counter[int]:
 
 def _is_plain(module: nn.Module) -> bool:
     """Return whether a module has its class's own forward, and nothing with a budget inside."""
-    has_budget = any(isinstance(part, _BUDGETED) for part in module.modules())
+    parts = (part for part in module.modules() if not is_chain(part))
+    has_budget = any(isinstance(part, _BUDGETED) for part in parts)
     return "forward" not in vars(module) and not has_budget
 
 

@@ -12,7 +12,6 @@ from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import container
 from torch.nn.utils import parametrize
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
@@ -23,31 +22,24 @@ from retrograde.recurrent.base import BudgetedRNN
 from retrograde.recurrent.modules import GRU, LSTM, RNN
 from retrograde.recurrent.weights import TORCHS_OWN
 
-#: Modules that can get a budget, and the classes that they become.
-Swappable = nn.RNNBase | nn.Sequential
-Budgeted = BudgetedRNN | Sequential
-
 # torch's classes, even if a program has replaced torch's names by ours.
 _OURS: dict[type[nn.Module], type[BudgetedRNN]] = dict(
     zip(TORCHS_OWN, (RNN, GRU, LSTM), strict=True)
 )
 
 
-def is_chain(module: nn.Module) -> TypeGuard[nn.Sequential]:
-    """Return whether a module is a ``Sequential`` of ours that can have a budget."""
-    if type(module) is not Sequential or module.backward is not None:
-        return False
-    recurrent = any(isinstance(part, nn.RNNBase) for part in module.modules())
-    return not recurrent and len(module) > 1
+def is_chain(module: nn.Module) -> TypeGuard[Sequential]:
+    """Return whether a module is a ``Sequential`` of ours whose layers a budget may divide."""
+    return type(module) is Sequential and module.backward is None
 
 
-def twin(module: Swappable) -> Budgeted:
+def twin(module: nn.RNNBase) -> BudgetedRNN:
     """Return a module of ours with another's options, parameters and mode, but not its hooks or
     budget. A module of ours keeps its ``backward``. The other module is unchanged. Raises CellError
     if it may compute something else: an unknown class, or a replaced ``forward``."""
     kind = _class_for(module)
     other: Any = kind.__new__(kind)
-    fresh: dict[str, Any] = vars(Sequential()) if kind is Sequential else {}
+    fresh: dict[str, Any] = {}
     for base in _OURS.values():
         if issubclass(kind, base):
             fresh = vars(base(1, 1, device="meta"))
@@ -56,10 +48,10 @@ def twin(module: Swappable) -> Budgeted:
     vars(other).update({name: OrderedDict() for name in hooks})
     if "schedule" in vars(other):
         other.schedule = None
-    return cast(Budgeted, other)
+    return cast(BudgetedRNN, other)
 
 
-def replace_module(module: Swappable, other: Budgeted) -> None:
+def replace_module(module: nn.RNNBase, other: BudgetedRNN) -> None:
     """Turn a module into its :func:`twin`, in place, once the twin's ``memory`` is set."""
     asked = ("memory", "schedule")
     new = [name for name in vars(other) if name in asked or name not in vars(module)]
@@ -85,22 +77,20 @@ _FREE = {"forward", "extra_repr", "reset_parameters"}  # what a derived class ma
 
 
 @functools.lru_cache
-def _derived(kind: type[nn.Module], base: type[nn.Module]) -> type[Budgeted]:
+def _derived(kind: type[nn.Module], base: type[nn.Module]) -> type[BudgetedRNN]:
     """Return the same class, with ours as the class that ``super().forward`` finds."""
     return type(kind.__name__, (kind, _OURS[base]), {"__module__": kind.__module__})
 
 
-def _class_for(module: Swappable) -> type[Budgeted]:
+def _class_for(module: nn.RNNBase) -> type[BudgetedRNN]:
     kind = type(module)
-    if issubclass(kind, BudgetedRNN | Sequential):
+    if issubclass(kind, BudgetedRNN):
         return kind
     if "forward" in vars(module):
         raise NotExactError(
             f"the forward of this {kind.__name__} was replaced by a function: expected torch's "
             "own; divide the budget before other tools wrap the model"
         )
-    if isinstance(module, container.Sequential):
-        return Sequential
     if kind in _OURS:
         return _OURS[kind]
     if parametrize.is_parametrized(module) and kind.__bases__[0] in _OURS:

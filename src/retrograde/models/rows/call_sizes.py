@@ -34,7 +34,7 @@ from retrograde.plan.calls import (
 from retrograde.run.core import raise_again
 from retrograde.run.transforms import is_unreal, refuse_sharded, refuse_transforms
 from retrograde.sizes.allocations import Phase, measure_phases
-from retrograde.sizes.cache import LRUCache
+from retrograde.sizes.cache import LRUCache, Recent
 from retrograde.units import format_bytes
 
 _MARK_BYTES = 8  # one number, which tells a generator's position before and after a run
@@ -216,9 +216,9 @@ class Plans:
 
     def __init__(self) -> None:
         self.kinds: LRUCache[PassMeasurements] = LRUCache()
-        self.sizes: dict[Hashable, CallSizes] = {}
-        self.seen: dict[Hashable, dict[Hashable, CallSizes]] = {}  # by class, and what a call did
-        self.seconds: dict[Hashable, dict[int, float]] = {}
+        self.sizes: Recent[CallSizes] = Recent()
+        self.seen: Recent[dict[Hashable, CallSizes]] = Recent()  # by class, and what a call did
+        self.seconds: Recent[dict[int, float]] = Recent()
 
     def __reduce__(self) -> Any:
         return type(self), ()

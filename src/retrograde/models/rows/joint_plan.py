@@ -24,6 +24,7 @@ from retrograde.models.rows.call_sizes import PassMeasurements, larger, too_smal
 from retrograde.models.rows.rerun import RecomputedCall, RunningPlan
 from retrograde.plan.calls import OutputLifetime, Part, held_of, peak_of
 from retrograde.replay.surroundings import version
+from retrograde.sizes.cache import Recent
 
 if TYPE_CHECKING:
     from retrograde.models.rows.layer_run import LayerRun
@@ -115,9 +116,8 @@ class JointPlan:
     ) -> None:
         self.rows, self.waits, self.memory = [*rows], [*waits], 0
         self.shares, self._repeats = [0] * len(rows), len({*map(id, rows)}) < len(rows)
-        self._known: dict[
-            tuple[int, int], tuple[dict[int, PassMeasurements], PassMeasurements | None]
-        ] = {}
+        self._known: Recent[tuple[dict[int, PassMeasurements], PassMeasurements | None]]
+        self._known = Recent(_MOST_KINDS)
         self._running = threading.local()  # each thread's pass: its rows and their plans
 
     def __getstate__(self) -> Any:
@@ -216,8 +216,6 @@ class JointPlan:
         self, kinds: dict[int, PassMeasurements], whole: PassMeasurements
     ) -> PassMeasurements:
         """Note which kinds of input occur together, and what is known of all."""
-        while len(self._known) >= _MOST_KINDS:
-            del self._known[next(iter(self._known))]
         at = min(kinds)
         self._known[at, id(kinds[at])] = kinds, whole
         return whole
@@ -225,7 +223,8 @@ class JointPlan:
     def grows(self, name: str, kind: PassMeasurements) -> None:
         """Plan anew from the next pass on, since calls of a kind take more than they did."""
         self._running.grown = name
-        self._known = {key: one for key, one in self._known.items() if kind not in one[0].values()}
+        for key in [key for key, (kinds, _) in self._known.items() if kind in kinds.values()]:
+            del self._known[key]
 
     def _before(self, now: "_Running", at: int) -> int:
         """Return what the rows before one hold, and its own input."""

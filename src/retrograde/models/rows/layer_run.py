@@ -164,7 +164,7 @@ class LayerRun:
     """
 
     def __init__(self, calls: Named, slots: Sequence[int | str], tied: Tied) -> None:
-        self.calls, self.timeline, self.tied = [*calls], JointPlan([self]), tied
+        self.calls, self.joint_plan, self.tied = [*calls], JointPlan([self]), tied
         for _, module in calls:
             Attributes.of(module)  # before anybody notes what they are
         starts = [i for i, (_, module) in enumerate(calls) if not is_inplace_activation(module)]
@@ -246,7 +246,7 @@ class LayerRun:
                     run = now.calls.run
                     result, now.last = run(at, now.kind.units[at], forward, given, made, now.last)
             if grew:
-                self.timeline.grows(now.kind.units[at].name, now.kind)
+                self.joint_plan.grows(now.kind.units[at].name, now.kind)
             if self.elsewhere is not None:
                 self._looks(at, given, made, now.last)
         if now is not None and number + 1 < len(self.calls):
@@ -263,7 +263,7 @@ class LayerRun:
         elif now is not None:
             self.handed.on(now, ())
             if self.seen is None and now.kind.sizes:
-                self.timeline.end(result)
+                self.joint_plan.end(result)
         if self.elsewhere is not None:
             self.results += map(ref, tensors_in(result))
         return result
@@ -309,7 +309,7 @@ class LayerRun:
             and part == 0
             and k in active
             and state
-            and not self.timeline.is_in(self, number)
+            and not self.joint_plan.is_in(self, number)
         ):
             now = self._begin(active, given)  # the first ones may not be called
             if self._leaves_out(now, number, given):
@@ -361,7 +361,7 @@ class LayerRun:
             self.kept.update(self._alive())
             self.made = [[*map(ref, tensors_in(given.state))]]
             return Pass(kind, RunningPlan((), kind.tied, partial(kind.late_plan, 0)))
-        self.timeline.enter(self, now := Pass(kind, self.timeline.begin(self, kind)))
+        self.joint_plan.enter(self, now := Pass(kind, self.joint_plan.begin(self, kind)))
         return now
 
     def _measure(
