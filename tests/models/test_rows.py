@@ -1604,7 +1604,7 @@ def test_a_row_that_is_called_twice_holds_nothing_in_the_run_on_the_sample():
     division = rg.budget(model, "100%", x)
     assert division.shares["embed … norm"].calls == 2
     added = sum(p.nbytes for p in model.parameters())  # gradients that both passes may add to
-    assert division.ordinary_bytes == 2 * (once.ordinary_bytes + added)
+    assert once.ordinary_bytes < division.ordinary_bytes < 2 * (once.ordinary_bytes + added)
     assert division.elsewhere_bytes <= x.nbytes * WIDTH // 6
     rg.budget(model, least_of(model, x), x)
     same(trained(model, x), trained(plain, x))

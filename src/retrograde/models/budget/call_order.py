@@ -173,28 +173,48 @@ class CallOrder:
         of one call is one of no others.
         """
         opened, whole = (self._runs(self.top, large) for large in (_OPENED * self.whole, inf))
-        runs = min(whole, opened, key=self._least)
-        alike: dict[Hashable, list[Layers]] = defaultdict(list)
-        for run in runs:
-            alike[tuple((id(c.module), c.slot) for c in run)].append(run)
         found: list[Layers] = [[]]
-        for same in alike.values():
-            times = Counter(id(call.module) for call in same[0] for _ in same)
+        for same in _alike(self._divided(min(whole, opened, key=self._least))):
+            uneven = self._uneven(same)
             for call in same[0]:
-                if (
-                    is_inplace_activation(call.module)
-                    or self.times[id(call.module)] == times[id(call.module)]
-                ):
-                    found[-1] += (
-                        [call] if found[-1] or not is_inplace_activation(call.module) else []
-                    )
-                else:
+                if id(call.module) in uneven:
                     found.append([])
+                elif found[-1] or not is_inplace_activation(call.module):
+                    found[-1].append(call)
             found.append([])
         least = _SMALL * self.whole
         found = [run for run in found if len(run) > 1 and sum(c.held for c in run) >= least]
         taken = {id(call) for run in found for call in run}
         return found + [[call] for call in self._alone(self.top, taken) if call.held >= least]
+
+    def _uneven(self, same: list[Layers]) -> set[int]:
+        """Return the modules of equal runs that are also called elsewhere, but for riders."""
+        times = Counter(id(call.module) for call in same[0] for _ in same)
+        riders = {id(c.module) for c in same[0] if is_inplace_activation(c.module)}
+        return {one for one in times.keys() - riders if self.times[one] != times[one]}
+
+    def _divided(self, runs: list[Layers]) -> list[Layers]:
+        """Divide runs that are not always called alike, such as the steps of a rollout, of which
+        the first also has the stem before it. A part has calls that always follow each other."""
+        uneven = [run for same in _alike(runs) if self._uneven(same) for run in same]
+        neighbours: dict[Hashable, set[Hashable]] = defaultdict(set)
+        for run in uneven:
+            layers = [_key(call) for call in run if not is_inplace_activation(call.module)]
+            for one, after in pairwise([None, *layers, None]):
+                neighbours["after", one].add(after)
+                neighbours["before", after].add(one)
+        found = list[Layers]()
+        for run in runs:
+            found.append([])
+            last: Hashable = None
+            for call in run:
+                key = _key(call)
+                if run in uneven and not is_inplace_activation(call.module):
+                    ends = neighbours["after", last], neighbours["before", key]
+                    found += [] if ends == ({key}, {last}) else [[]]
+                    last = key
+                found[-1].append(call)
+        return [run for run in found if run]
 
     def _alone(self, around: ModuleCall, taken: set[int]) -> Iterator[ModuleCall]:
         """Yield the outermost calls of several modules that are in no run, and have none within."""
@@ -270,6 +290,18 @@ class CallOrder:
         large = (call for call in self.every if call.held >= _SMALL * self.whole)
         told = {call.name: call.refusal for call in large if call.refusal}
         return self.refused | told
+
+
+def _key(call: ModuleCall) -> Hashable:
+    return id(call.module), call.slot
+
+
+def _alike(runs: list[Layers]) -> list[list[Layers]]:
+    """Return runs, those together that call the same modules in the same order."""
+    found: dict[Hashable, list[Layers]] = defaultdict(list)
+    for run in runs:
+        found[tuple(map(_key, run))].append(run)
+    return [*found.values()]
 
 
 def _is_better(runs: list[Layers], call: ModuleCall) -> bool:
