@@ -96,6 +96,16 @@ def test_results_are_the_loops_at_any_length_and_budget(kind):
             assert_near(results(compiled(memory), cell, x, state), expected)
 
 
+@pytest.mark.parametrize("memory", ["100%", "50%"])
+def test_a_first_state_that_requires_no_gradient(memory):
+    cell, x, state = case(Gated, 67)
+    found = [compiled(memory), loop]
+    for k, run in enumerate(found):
+        y, last = run(cell, x.detach(), state.detach())
+        found[k] = [y, last, *torch.autograd.grad((y * y).sum(), [*cell.parameters()])]
+    assert_near(*found)
+
+
 @pytest.mark.quick(0)
 @pytest.mark.parametrize("kind", [Gated, Spiking, Nested])
 def test_budgets_are_kept_and_the_least_is_named(kind):

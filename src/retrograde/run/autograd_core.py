@@ -172,7 +172,8 @@ class AutogradCore(Core):
                     strict=True,
                 )
             ]
-            pairs = each_once((lambda t: (as_leaf(t),) * 2) if self.fused else entry, state)
+            leaves = self.fused or self.per_call > 1  # a compiled block makes leaves of states
+            pairs = each_once((lambda t: (as_leaf(t),) * 2) if leaves else entry, state)
             first, given = [leaf for leaf, _ in pairs], [s for _, s in pairs]
             del state, pairs
             entries, watch = [_edge(s) for s in given], None
@@ -181,9 +182,9 @@ class AutogradCore(Core):
             if joint:
                 outputs, after = _record_steps(self, x, given, start, last, emit, watch)
             else:
-                leaves = x if self.fused else [t[...] if t.requires_grad else t for t in x]
+                own = x if self.fused else [t[...] if t.requires_grad else t for t in x]
                 before = operations()
-                outputs, after = self._run_for(emit)(leaves, given)
+                outputs, after = self._run_for(emit)(own, given)
                 if not self.fused:
                     self.settled.note(start, operations() - before)
                 if emit is not None:
