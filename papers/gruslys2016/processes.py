@@ -7,9 +7,9 @@ take turns in one process; times are medians.
 The place of a process's memory makes its kernels fast or slow for good, by a factor of two on some
 virtual machines. So several processes measure, and the least time counts.
 
-    python benchmarks/figure_2b.py                  # JSON into benchmarks/results/
-    python benchmarks/figure_2b.py --ship           # and into papers/, for the figures
-    python benchmarks/figure_2b.py --device cuda
+    python -m gruslys2016.processes                 # JSON into benchmarks/results/
+    python -m gruslys2016.processes --ship          # and into papers/, for the figures
+    python -m gruslys2016.processes --device cuda
 """
 
 import argparse
@@ -21,8 +21,8 @@ from tempfile import TemporaryDirectory
 from gruslys2016.measured import LENGTHS, expected_seconds, measure_seconds
 from gruslys2016.timed import Seconds
 
-ROOT = Path(__file__).parent
-SHIPPED = ROOT.parent / "papers" / "gruslys2016" / "data" / "figure_2b.json"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+SHIPPED = Path(__file__).parent / "data" / "figure_2b.json"
 
 
 def main() -> None:
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="in steps")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--processes", type=int, default=5)
-    parser.add_argument("--results", type=Path, default=ROOT / "results", help="folder")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder")
     parser.add_argument("--ship", action="store_true", help="replace what is drawn")
     arguments = parser.parse_args()
     options = {"rounds": arguments.rounds, "device": arguments.device}

@@ -8,8 +8,8 @@ Then Jacobians are multiplied at VGG-11's shapes, pruned to 3 % and not pruned, 
 numeric phase of a plan is compared with the product of ``scipy.sparse``, sample by sample, since
 that has no batches. Both sides take turns in one process; times are medians.
 
-    python benchmarks/sparse_jacobians.py          # JSON into benchmarks/results/
-    python benchmarks/sparse_jacobians.py --ship   # and into papers/, for the figures
+    python -m wang2020.sparse_jacobians          # JSON into benchmarks/results/
+    python -m wang2020.sparse_jacobians --ship   # and into papers/, for the figures
 """
 
 import argparse
@@ -17,6 +17,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,8 @@ from retrograde.scan.sparse.transposed import transposed_jacobian
 from retrograde_papers.networks import vgg11
 from wang2020.pruning import prune_weights
 
-ROOT = Path(__file__).parent
-SHIPPED = ROOT.parent / "papers" / "wang2020" / "data" / "jacobians.json"
+ROOT = Path(__file__).parents[2]
+SHIPPED = Path(__file__).parent / "data" / "jacobians.json"
 OPERATORS = {
     "convolution": (nn.Conv2d(3, 64, 3, padding=1), (3, 32, 32)),
     "ReLU": (nn.ReLU(), (64, 32, 32)),
@@ -62,7 +63,7 @@ def generation(layer: nn.Module, shape: Sequence[int], rounds: int, columns: int
     for place in range(rounds):
         analytic += [seconds(values) for _ in range(3)]
         part = places[place * columns // rounds : (place + 1) * columns // rounds]
-        column.append(seconds(lambda part=part: one_by_one(y, leaf, part)) / len(part))
+        column.append(seconds(partial(one_by_one, y, leaf, part)) / len(part))
     ours, theirs = statistics.median(analytic), statistics.median(column) * outputs
     return {
         "shape": list(known.pattern.shape),
@@ -180,7 +181,9 @@ def main() -> None:
     parser.add_argument("--columns", type=int, default=4096, help="timed, of 16,384 and 65,536")
     parser.add_argument("--samples", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--most-terms", type=float, default=4e8, help="of all samples")
-    parser.add_argument("--results", type=Path, default=ROOT / "results", help="folder")
+    parser.add_argument(
+        "--results", type=Path, default=ROOT / "benchmarks" / "results", help="folder"
+    )
     parser.add_argument("--ship", action="store_true", help="replace what is drawn")
     arguments = parser.parse_args()
     operators = {}

@@ -8,7 +8,7 @@ largest relative difference.
 Then VGG-11 runs in float32, pruned to 3 %. The table shows the seconds of a backward pass by torch,
 by ``algorithm="auto"``, and by each scan. All take turns in one process; times are medians.
 
-    python benchmarks/sparse_networks.py             # JSON into benchmarks/results/; 8 GiB
+    python -m wang2020.sparse_networks   # JSON into benchmarks/results/; 8 GiB
 """
 
 import argparse
@@ -27,8 +27,8 @@ from retrograde.machine import machine_of
 from retrograde_papers.networks import lenet5, vgg11
 from wang2020.pruning import prune_weights
 
-RESULTS = Path(__file__).parent / "results"
-SCANS = {
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+SCANS: dict[str, dict[str, Any]] = {
     "linear": {"algorithm": "linear"},
     "blelloch": {"algorithm": "blelloch"},
     "hybrid, 1 level": {"algorithm": "hybrid", "levels": 1},
