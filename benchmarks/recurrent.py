@@ -1,40 +1,29 @@
-"""Claim: a budget costs a recurrent layer little time, whatever its kind, size and options.
+"""Recurrent layers within a budget, beside torch's own and ``torch.utils.checkpoint``.
 
-Each workload of a grid runs forward and backward by torch's own module, and by ours within
-fractions of its memory. If it has one direction and no dropout, it also runs by
-``torch.utils.checkpoint`` over segments. Their outputs are backpropagated segment by segment,
-without a copy of the sequence. Ours then gets the bytes of each number of segments too.
-
-All alternate in one process. The table shows medians of rounds, and for every column the worst row
-and the geometric mean. Torch's module and ours also run packed batches as padded ones.
-
-Bytes are working bytes, which are released again within the call. The table also shows the least
-time of one additional forward pass: (3 + 1) / 3, all at the rate of torch's own pass.
-
-    python benchmarks/recurrent_grid.py            # JSON into benchmarks/results/, or for a
-    python benchmarks/recurrent_grid.py --machine avx2   # processor without AVX-512
-    python benchmarks/recurrent_grid.py --only 3   # one workload; nothing is written
+python benchmarks/recurrent.py grid                  # JSON into benchmarks/results/
+python benchmarks/recurrent.py grid --machine avx2   # on a processor without AVX-512
+python benchmarks/recurrent.py drawn --only packed   # such rows anew, the others as they were
 """
 
-import argparse
-import json
-import statistics
+import math
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 import retrograde as rg
-from retrograde.machine import machine_of, now
+from harness import Run, Script, medians, summary
 
-RESULTS = Path(__file__).parent / "results"
 SHARES = ("100%", "50%", "20%", "10%", "5%", "1%")
 SEGMENTS = (4, 8, 16, 32)
+script = Script()
 
 
 @dataclass(frozen=True)
@@ -101,6 +90,15 @@ GRID = [
 ]
 
 
+def in_segments(net: Callable[..., Any], x: Tensor, state: Any, count: int) -> list[Tensor]:
+    """The outputs of checkpointed segments."""
+    outputs = []
+    for part in x.chunk(count):
+        y, state = checkpoint(net, part, state, use_reentrant=False)
+        outputs.append(y)
+    return outputs
+
+
 class Contest:
     """A workload's contenders, which compute the same gradient."""
 
@@ -108,7 +106,7 @@ class Contest:
         torch.manual_seed(0)
         self.work, self.device = work, torch.device(device)
         self.options = {**work.options, "device": self.device}
-        self.theirs = getattr(torch.nn, work.kind)(work.inputs, work.hidden, **self.options)
+        self.theirs = self._made(nn)
         shape = [work.length, work.batch]
         if work.options.get("batch_first"):
             shape.reverse()
@@ -132,26 +130,28 @@ class Contest:
         self.runs: dict[str, Callable[[], object]] = {"torch": lambda: self._call(self.theirs)}
         self.fits: dict[str, Any] = {}
         self.nets = [self.theirs]
-        self.least = self._budgeted(1)
+        self.least = self._least()
         if work.packed:
             self.runs["padded torch"] = lambda: self._call_padded(self.theirs)
         for share in shares:
             self._enter(share, share)
 
-    def _budgeted(self, memory: Any) -> int:
-        """The least budget, in bytes."""
-        net = getattr(rg, self.work.kind)(
-            self.work.inputs, self.work.hidden, memory=memory, **self.options
+    def _made(self, of: Any, **asked: Any) -> Any:
+        return getattr(of, self.work.kind)(
+            self.work.inputs, self.work.hidden, **asked, **self.options
         )
+
+    def _least(self) -> int:
+        """The least budget, in bytes."""
         try:
-            net.fit(self.x)
+            self._made(rg, memory=1).fit(self.x)
         except rg.BudgetError as error:
             return error.minimum_bytes
         return 1
 
     def _enter(self, name: str, memory: Any) -> None:
         work = self.work
-        net = getattr(rg, work.kind)(work.inputs, work.hidden, memory=memory, **self.options)
+        net = self._made(rg, memory=memory)
         net.load_state_dict(self.theirs.state_dict())
         try:
             self.fits[name] = net.fit(self.x)
@@ -183,12 +183,9 @@ class Contest:
             self._enter(f"as checkpoint {count}", taken)
 
     def _segmented(self, count: int) -> object:
-        outputs, state = [], None
-        for part in self.x.chunk(count):
-            y, state = checkpoint(self.theirs, part, state, use_reentrant=False)
-            outputs.append(y)
+        outputs = in_segments(self.theirs, self.x, None, count)
         torch.autograd.backward(outputs, self.seed.split([len(y) for y in outputs]))
-        return outputs, state
+        return outputs
 
     def forget(self) -> None:
         """Drop the gradients."""
@@ -208,15 +205,7 @@ class Contest:
 
     def seconds(self, rounds: int) -> dict[str, float]:
         """Medians, of contenders that take turns."""
-        times: dict[str, list[float]] = {name: [] for name in self.runs}
-        for number in range(rounds + 1):
-            for name, run in self.runs.items():
-                start = now(self.device)
-                run()
-                if number:
-                    times[name].append(now(self.device) - start)
-                self.forget()
-        return {name: statistics.median(found) for name, found in times.items()}
+        return medians(self.runs, rounds, self.device, warm=1, after=self.forget)
 
 
 def measured(work: Work, rounds: int, *, segments: bool = True) -> dict[str, Any]:
@@ -251,72 +240,129 @@ def measured(work: Work, rounds: int, *, segments: bool = True) -> dict[str, Any
     return row
 
 
-def show(row: dict[str, Any]) -> None:
-    """One row, in a line."""
-    ratios = row["ratios"]
-    shares = "  ".join(f"{ratios[s]:5.2f}" if s in ratios else "    –" for s in SHARES)
-    pairs = [
-        (count, ratios[f"checkpoint {count}"], ratios.get(f"as checkpoint {count}", 0.0))
-        for count in SEGMENTS
-        if f"checkpoint {count}" in ratios
-    ]
-    told = "  ".join(f"{count}: {theirs:.2f}/{ours:.2f}" for count, theirs, ours in pairs)
-    if "padded torch" in ratios:
-        padded = "  ".join(f"{ratios.get(f'padded {s}', 0.0):.2f}" for s in ("torch", *SHARES))
-        told += f"padded: {padded}"
-    over = f"  OVER {row['over']}" if row["over"] else ""
-    print(
-        f"{row['work']:<58}{row['torch_ms']:8.1f} ms  {shares}  "
-        f"least {row['least_share']:6.2%}  {told}{over}",
-        flush=True,
-    )
+@script.table("recurrent_grid_{machine}", rounds=5, machine="cpu")
+def grid(run: Run) -> None:
+    """Claim: a budget costs a recurrent layer little time, whatever its kind, size and options.
+
+    Each workload runs forward and backward by torch's own module, and by ours within fractions of
+    its memory. If it has one direction and no dropout, it also runs by ``torch.utils.checkpoint``
+    over segments, whose outputs are backpropagated without a copy of the sequence; ours then gets
+    the bytes of each number of segments too. All alternate in one process. Torch's module and ours
+    also run packed batches as padded ones. Bytes are released again within the call.
+    """
+    tabled(run, GRID, segments=True)
 
 
-def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of every share, the worst row and the geometric mean."""
-    found = {}
-    for share in SHARES:
-        ratios = {r["work"]: r["ratios"][share] for r in rows if share in r["ratios"]}
-        if not ratios:
-            continue
-        worst = max(ratios, key=lambda name: ratios[name])
-        found[share] = {
-            "rows": len(ratios),
-            "worst": ratios[worst],
-            "whose": worst,
-            "mean": round(statistics.geometric_mean(ratios.values()), 3),
-        }
+def tabled(run: Run, works: Sequence[Work], *, segments: bool) -> None:
+    """Measure workloads and write them."""
+    one = partial(measured, rounds=run.rounds, segments=segments)
+    rows = run.rows(works, one, "torch_ms", "least_share", "ratios", "over", "behind")
+    run.write(rows=rows, summary=summary(rows, SHARES))
+
+
+KINDS, DOUBLE = ("LSTM", "GRU", "RNN"), {"dtype": torch.float64}
+SHORT = [(16, 64, 8, 1), (64, 256, 32, 4), (16, 64, 8, 16), (128, 256, 32, 20), (32, 64, 64, 40)]
+SUMS = [(1, 8, 1, 4000), (8, 64, 8, 400), (16, 32, 32, 400), (8, 16, 64, 400)]
+CORNERS = [
+    *(Work(kind, *shape) for shape in SHORT for kind in KINDS),
+    *(Work(kind, *shape, sums=True) for shape in SUMS for kind in KINDS),
+    Work("LSTM", 256, 512, 16, 100, packed=True),
+    Work("LSTM", 256, 600, 16, 60, DOUBLE),
+    *(Work(kind, 64, 128, 16, 200, DOUBLE) for kind in KINDS),
+]
+
+
+@script.table("recurrent_corners_cpu", rounds=9)
+def corners(run: Run) -> None:
+    """Claim: where nobody measures, a budget costs little too.
+
+    The workloads are corners that the grid does not have. Sequences have few steps. The loss is a
+    sum, so that its gradient is one number for all outputs. Wide LSTMs are packed, or in double
+    precision, where torch has no fast kernel. One sample has a few units.
+    """
+    tabled(run, CORNERS, segments=False)
+
+
+# What torch takes stays within some seconds, and within some hundred MiB.
+MOST_PRODUCTS, MOST_NUMBERS = 4e10, 1.5e8
+
+
+def works_of(count: int, seed: int) -> list[Work]:
+    """Workloads of drawn kinds, sizes and options; none takes torch more than some seconds."""
+    draw, found = random.Random(seed), list[Work]()
+
+    def size(low: int, high: int) -> int:
+        return round(math.exp(draw.uniform(math.log(low), math.log(high))))
+
+    while len(found) < count:
+        kind, layers = draw.choice(["LSTM", "GRU", "RNN"]), draw.choice([1, 1, 2, 3])
+        inputs, hidden, batch = size(1, 256), size(4, 512), size(1, 128)
+        options: dict[str, Any] = {"num_layers": layers} if layers > 1 else {}
+        if draw.random() < 0.25:
+            options["bidirectional"] = True
+        if layers > 1 and draw.random() < 0.3:
+            options["dropout"] = 0.2
+        if kind == "RNN" and draw.random() < 0.3:
+            options["nonlinearity"] = "relu"
+        length, packed = size(50, 5000), draw.random() < 0.25
+        if not packed and len(found) % 2:  # the outputs' gradient then lies in memory by samples
+            options["batch_first"] = True
+        work = Work(kind, inputs, hidden, batch, length, options, packed)
+        gates = {"LSTM": 4, "GRU": 3}.get(kind, 1) * layers * (1 + ("bidirectional" in options))
+        numbers = gates * hidden * batch * work.length
+        if numbers * max(inputs, hidden) < MOST_PRODUCTS and numbers < MOST_NUMBERS:
+            found.append(work)
     return found
 
 
-def main() -> None:
-    """Run the grid, print it, and write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", type=int, nargs="*", help="numbers of workloads")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--machine", default="cpu", help="cpu or avx2: which JSON to write")
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    chosen = GRID if options.only is None else [GRID[number] for number in options.only]
-    rows = []
-    for work in chosen:
-        rows.append(measured(work, options.rounds))
-        show(rows[-1])
-    found = summary(rows)
-    for share, told in found.items():
-        print(
-            f"{share:>5}: {told['rows']} rows, worst {told['worst']:.2f} ({told['whose']}), "
-            f"geometric mean {told['mean']:.2f}"
-        )
-    behind = [f"{row['work']} ({count} segments)" for row in rows for count in row["behind"]]
-    print(f"behind torch.utils.checkpoint at its bytes: {len(behind)}: {'; '.join(behind)}")
-    if options.only is None:
-        document = {"machine": machine_of("cpu"), "rows": rows, "summary": found}
-        path = RESULTS / f"recurrent_grid_{options.machine}.json"
-        path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
-        print(f"written to {path}")
+@script.table("recurrent_drawn_cpu", rounds=5, count=40, seed=0)
+def drawn(run: Run) -> None:
+    """Claim: what holds on the grid holds on workloads that nobody chose.
+
+    Kinds, sizes, layers, directions, dropout, packing, batches of 1 to 128 and lengths of 50 to
+    5,000 steps are drawn at random. Every second workload has the batch first, unless it is packed.
+    """
+    tabled(run, works_of(run.count, run.seed), segments=False)
+
+
+def least(net: Any, x: torch.Tensor) -> int:
+    """The least bytes in which one range of all steps fits, by halving."""
+    low, high = 0, net._fit_within("100%", x).ordinary_bytes
+    while high - low > high // 500:
+        middle = (low + high) // 2
+        try:
+            twice = len(net._fit_within(middle, x).schedule) <= 4
+        except rg.BudgetError:
+            twice = False
+        low, high = (low, middle) if twice else (middle, high)
+    return high
+
+
+def row(work: Work) -> dict[str, Any]:
+    """The least bytes of one workload."""
+    net = getattr(rg, work.kind)(work.inputs, work.hidden, memory="100%", **work.options)
+    x = torch.randn(work.length, work.batch, work.inputs, requires_grad=True)
+    unequal, whole = least(net, x), net._fit_within("100%", x).ordinary_bytes
+    from retrograde.recurrent.plan import Planner
+
+    net = getattr(rg, work.kind)(work.inputs, work.hidden, memory="100%", **work.options)
+    with patch.object(Planner, "_unequal", lambda *_: None):
+        equal = least(net, x)
+    return {"work": str(work), "ordinary": whole, "equal": equal, "unequal": unequal}
+
+
+@script.table("two_runs_cpu")
+def two_runs(run: Run) -> None:
+    """Claim: with unequal pieces, every step of an LSTM runs twice at most in less memory.
+
+    An LSTM in one direction holds a mark before each piece of its steps. The marks of later pieces
+    are free when an early one goes back, so that one may be longer. Of the grid's LSTMs the table
+    has the least memory for two runs of every step: with pieces of one length, and unequal ones.
+    """
+    works = [w for w in GRID if w.kind == "LSTM" and not w.packed]
+    one_way = [work for work in works if not work.options.get("bidirectional")]
+    run.write(rows=run.rows(one_way, row, "ordinary", "equal", "unequal"))
 
 
 if __name__ == "__main__":
-    main()
+    script.main()
