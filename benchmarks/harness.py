@@ -42,7 +42,7 @@ sys.path.insert(0, str(ROOT / "tests"))  # where ``oracles`` are, which several 
 class Run(argparse.Namespace):
     """One run of a table; its attributes are the options that were asked."""
 
-    loses = False  # whether the file has rows that a run of some only would not write again
+    loses = False  # whether rows are left out, or the file has some that would not come again
 
     def is_short(self) -> bool:
         """Whether less was asked than usual, which does not replace what was measured in full."""
@@ -87,7 +87,8 @@ class Run(argparse.Namespace):
                     print(f"{name}: left out", flush=True)
         known = self.old().get(part, [])
         kept = {n: [row for row in known if next(iter(row.values())) == n] for n in named}
-        self.loses = not known or len(known) > sum(map(len, kept.values()))
+        self.loses |= not all(new.values())
+        self.loses |= bool(self.only) and (not known or len(known) > sum(map(len, kept.values())))
         return [row for name in named for row in new.get(name) or kept[name]]
 
     def also(self, part: str, measure: Callable[[], Any]) -> Any:
@@ -99,9 +100,8 @@ class Run(argparse.Namespace):
 
         Where nothing depends on the machine, rows alone are written.
         """
-        is_partial = self.only and self.loses
-        if (self.is_short() or is_partial) and self.path.parent == RESULTS:
-            print("nothing is written: less was asked than usual")
+        if (self.is_short() or self.loses) and self.path.parent == RESULTS:
+            print("nothing is written: this is less than what the file has")
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         machine = machine or machine_of(getattr(self, "device", "cpu"))
@@ -200,13 +200,11 @@ def summary(rows: Iterable[Row], keys: Iterable[str]) -> Row:
     """Of every key of the rows' ratios: how many have it, the worst, whose, and the mean."""
     found = {}
     for key in keys:
-        ratios = {next(iter(r.values())): r["ratios"][key] for r in rows if key in r["ratios"]}
+        ratios = [(r["ratios"][key], next(iter(r.values()))) for r in rows if key in r["ratios"]]
         if ratios:
-            whose = max(ratios, key=ratios.__getitem__)
-            mean = round(statistics.geometric_mean(ratios.values()), 3)
-            found[key] = {
-                "rows": len(ratios), "worst": ratios[whose], "whose": whose, "mean": mean
-            }  # fmt: skip
+            worst, whose = max(ratios, key=lambda pair: pair[0])
+            mean = round(statistics.geometric_mean(ratio for ratio, _ in ratios), 3)
+            found[key] = {"rows": len(ratios), "worst": worst, "whose": whose, "mean": mean}
             print(key, told(found[key]), flush=True)
     return found
 
