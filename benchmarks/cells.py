@@ -88,7 +88,7 @@ def small(run: Run) -> None:
         return {"cell": name, **first, **compared(calls, run.rounds)}
 
     rows = run.rows(made.keys(), row, "plain_ms", "ratios", "first_loops", "worst_difference")
-    summary(rows, rows[0]["ratios"])
+    summary(rows)
     run.write(rows=rows)
 
 
@@ -132,7 +132,7 @@ def gated(run: Run) -> None:
         return [as_formula(kind, shape, run.rounds) for shape in SHAPES]
 
     rows = run.rows(FORMULAS, rows_of, "shape", "plain_ms", "ratios", "refused", "worst_difference")
-    summary(rows, rows[0]["ratios"])
+    summary(rows)
     run.write(rows=rows)
 
 
@@ -180,7 +180,7 @@ def other_people(run: Run) -> None:
 
     one = partial(of_library, rounds=run.rounds)
     rows = run.rows(CASES.keys(), one, "plain_ms", "ratios", "first_ms", "bitwise")
-    summary(rows, rows[0]["ratios"])
+    summary(rows)
     run.write(rows=rows)
 
 

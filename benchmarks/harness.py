@@ -196,10 +196,10 @@ def beside(calls: Mapping[str, Callable[[], object]], rounds: int) -> Row:
     }
 
 
-def summary(rows: Iterable[Row], keys: Iterable[str]) -> Row:
-    """Of every key of the rows' ratios: how many have it, the worst, whose, and the mean."""
+def summary(rows: list[Row], keys: Iterable[str] = ()) -> Row:
+    """Of some or all keys of the rows' ratios: how many have it, the worst, whose, and the mean."""
     found = {}
-    for key in keys:
+    for key in keys or dict.fromkeys(key for row in rows for key in row["ratios"]):
         ratios = [(r["ratios"][key], next(iter(r.values()))) for r in rows if key in r["ratios"]]
         if ratios:
             worst, whose = max(ratios, key=lambda pair: pair[0])
