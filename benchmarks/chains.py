@@ -234,8 +234,7 @@ def least(run: Run) -> None:
     backpropagation, the measured peaks within half and a quarter of it, and the least budget that
     fits. Only bytes are measured. What a convolution takes for a moment depends on the processor.
     """
-    names = ("VGG-11", "ResNet-18", "ResNet-34")
-    run.write(rows=run.rows(names, within, "ordinary", "least", "50%", "25%"))
+    run.write(rows=run.rows(("VGG-11", "ResNet-18", "ResNet-34"), within, "ordinary", "least"))
 
 
 CALLED: dict[str, Network] = {

@@ -33,9 +33,14 @@ class Network:
 
     def iteration(self, outputs: Callable[[], list[Tensor]]) -> Callable[[], None]:
         """Data, forward pass, loss, backward pass; gradients are forgotten at the end."""
+        holds = outputs in self.careful.values()  # as loops over segments or layers do
 
         def run() -> None:
-            loss_of(outputs()).backward()
+            parts = outputs()
+            loss = loss_of(parts)
+            if not holds:
+                del parts
+            loss.backward()
             for module in self.modules:
                 module.zero_grad(set_to_none=True)
 

@@ -21,7 +21,6 @@ from oracles.scanned import Scanned, gated, wave
 from retrograde.machine import machine_of
 
 script = Script()
-SHARES = ("50%", "20%", "10%", "5%", "1%")
 Scan = Callable[..., Any]
 
 
@@ -112,7 +111,7 @@ def measured(case: Case, rounds: int) -> Row:
     state = sum(leaf.nbytes for leaf in jax.tree.leaves(case.init))
     recorded = everything.ordinary_bytes / case.length
 
-    for share in SHARES:
+    for share in ("50%", "20%", "10%", "5%", "1%"):
         try:
             add(share, case.fit(share).forward_steps, memory=share)
         except rg.BudgetError:
