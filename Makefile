@@ -88,27 +88,26 @@ wheel:  ## README's first code, on the built wheel, in an environment of its own
 	cd build/wheel && venv/bin/python first.py
 
 bench: $(STAMP)  ## every claim of speed, both sides in one process; an hour
-	$(BIN)/python benchmarks/front_page.py
-	$(BIN)/python benchmarks/recurrent_budget.py
-	$(BIN)/python benchmarks/recurrent_grid.py
-	$(BIN)/python benchmarks/small_cells.py
-	$(BIN)/python benchmarks/first_call.py
-	$(BIN)/python benchmarks/resident.py
-	$(BIN)/python benchmarks/planner.py
-	$(BIN)/python benchmarks/ties.py
-	$(BIN)/python benchmarks/figure_2b.py
-	$(BIN)/python benchmarks/million_steps.py
-	$(BIN)/python benchmarks/scan_backward.py
-	$(BIN)/python benchmarks/sparse_jacobians.py
-	$(BIN)/python benchmarks/sparse_networks.py
-	$(BIN)/python benchmarks/chain_planner.py
-	$(BIN)/python benchmarks/chain_networks.py
-	$(BIN)/python benchmarks/chain_least.py
-	$(BIN)/python benchmarks/jax_scan.py
-	$(BIN)/python benchmarks/rank_jacobians.py
-	$(BIN)/python benchmarks/ranks_memory.py
+	$(BIN)/python benchmarks/front_page.py iterations
+	$(BIN)/python benchmarks/recurrent.py grid
+	$(BIN)/python benchmarks/cells.py small
+	$(BIN)/python benchmarks/cells.py first_call
+	$(BIN)/python benchmarks/resident.py chain
+	$(BIN)/python benchmarks/planner.py questions
+	$(BIN)/python benchmarks/planner.py ties
+	$(BIN)/python benchmarks/resident.py million_steps
+	$(BIN)/python benchmarks/scans.py backward
+	$(BIN)/python benchmarks/planner.py chains
+	$(BIN)/python benchmarks/chains.py networks
+	$(BIN)/python benchmarks/chains.py least
+	$(BIN)/python benchmarks/jax_scan.py scan
+	$(BIN)/python benchmarks/scans.py rank_jacobians
+	$(BIN)/python benchmarks/scans.py ranks_memory
+	$(BIN)/python -m gruslys2016.processes
+	$(BIN)/python -m wang2020.sparse_jacobians
+	$(BIN)/python -m wang2020.sparse_networks
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[recipes]'
-	$(BIN)/python benchmarks/recipes.py
+	$(BIN)/python benchmarks/recipes.py every
 
 gpu:  ## the tests that need a CUDA device, benchmarks, docs/gpu.md: ten minutes, any interpreter with torch
 	PYTHONPATH=src:papers $(PYTHON) benchmarks/gpu.py --device cuda

@@ -1,25 +1,11 @@
-"""Claim: the table and the picture of README show whole training iterations and the whole process.
+"""Whole training iterations of the first pages: in torch, within a budget, and checkpointed.
 
-Each row is one training iteration: data, forward pass, loss, backward pass. It runs in three ways:
-as torch runs it, within a budget, and with ``torch.utils.checkpoint`` used with care. The latter
-checkpoints each layer, or segments of the sequence without a copy of the outputs: the fastest of 4,
-8, 16 and 32 segments. All take turns in one process, and the table shows medians of rounds.
-
-*Total* bytes are everything that is alive at the peak except the weights: data, outputs, gradients
-and temporaries. The budget's bytes are the working memory that it counts, without data, outputs and
-gradients that the caller keeps.
-
-The picture is the resident memory of two fresh processes over three iterations each.
-
-    python benchmarks/front_page.py   # JSON into benchmarks/results/; three minutes
+python benchmarks/front_page.py iterations   # JSON into benchmarks/results/; three minutes
 """
 
-import argparse
-import json
-import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,26 +13,38 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import retrograde as rg
-from alternating import medians
-from retrograde.machine import machine_of
+from harness import Row, Run, Script, medians
+from oracles.own_cells import MinimalGated, Own
+from recurrent import SEGMENTS, in_segments
 
-RESULTS = Path(__file__).parent / "results"
-SEGMENTS = (4, 8, 16, 32)
-ROUNDS = 5
+script = Script()
 
 
 @dataclass(frozen=True)
-class Row:
-    """One network: ``plain``, ``ours`` and each of ``careful`` make a training iteration; ``fit``
-    tells what the budget counts."""
+class Network:
+    """``plain``, ``ours`` and each of ``careful`` make the parts of the outputs of an iteration;
+    ``fit`` tells what the budget counts. All parameters are those of the modules."""
 
-    name: str
-    budget: str
-    plain: Callable[[], object]
-    ours: Callable[[], object]
-    careful: dict[str, Callable[[], object]]
-    forget: Callable[[], None]
+    plain: Callable[[], list[Tensor]]
+    ours: Callable[[], list[Tensor]]
+    careful: dict[str, Callable[[], list[Tensor]]]
     fit: Callable[[], Any]
+    modules: tuple[nn.Module, ...]
+
+    def iteration(self, outputs: Callable[[], list[Tensor]]) -> Callable[[], None]:
+        """Data, forward pass, loss, backward pass; gradients are forgotten at the end."""
+        holds = outputs in self.careful.values()  # as loops over segments or layers do
+
+        def run() -> None:
+            parts = outputs()
+            loss = loss_of(parts)
+            if not holds:
+                del parts
+            loss.backward()
+            for module in self.modules:
+                module.zero_grad(set_to_none=True)
+
+        return run
 
 
 def loss_of(parts: list[Tensor]) -> Tensor:
@@ -56,58 +54,32 @@ def loss_of(parts: list[Tensor]) -> Tensor:
     return sum((piece.square().sum() / count for piece in pieces), start=torch.zeros(()))
 
 
-def recurrent(kind: str, inputs: int, hidden: int, batch: int, steps: int, budget: str,
-              **options: Any) -> Row:  # fmt: skip
+def recurrent(
+    kind: str, inputs: int, hidden: int, batch: int, steps: int, budget: str, **options: Any
+) -> Network:
     """torch's recurrent module over data of the steps."""
     torch.manual_seed(0)
     theirs = getattr(nn, kind)(inputs, hidden, **options)
     mine = getattr(rg, kind)(inputs, hidden, memory=budget, **options)
     mine.load_state_dict(theirs.state_dict())
-
-    def iteration(net: nn.Module) -> Callable[[], None]:
-        return lambda: loss_of([net(torch.randn(steps, batch, inputs))[0]]).backward()
-
-    def segmented(count: int) -> None:
-        outputs, state = [], None
-        for part in torch.randn(steps, batch, inputs).chunk(count):
-            y, state = checkpoint(theirs, part, state, use_reentrant=False)
-            outputs.append(y)
-        loss_of(outputs).backward()
-
-    def forget() -> None:
-        theirs.zero_grad(set_to_none=True)
-        mine.zero_grad(set_to_none=True)
-
-    careful: dict[str, Callable[[], object]] = {}
-    if not options.get("bidirectional"):
-        careful = {f"{n} segments": lambda n=n: segmented(n) for n in SEGMENTS}  # type: ignore[misc]
-    layers = f", {options['num_layers']} layers" if "num_layers" in options else ""
-    both = ", two directions" if options.get("bidirectional") else ""
-    name = f"{kind} {inputs}→{hidden}{layers}{both}, B={batch}, T={steps}"
-    sample = torch.randn(steps, batch, inputs)
-    fit = lambda: mine.fit(sample)  # noqa: E731
-    return Row(name, budget, iteration(theirs), iteration(mine), careful, forget, fit)
+    data = partial(torch.randn, steps, batch, inputs)
+    careful = {
+        f"{n} segments": lambda n=n: in_segments(theirs, data(), None, n)
+        for n in SEGMENTS
+        if not options.get("bidirectional")
+    }
+    fit, modules = partial(mine.fit, data()), (theirs, mine)
+    return Network(lambda: [theirs(data())[0]], lambda: [mine(data())[0]], careful, fit, modules)
 
 
-class Gated(nn.Module):
-    """A cell of one's own, called step by step."""
-
-    def __init__(self, inputs: int, size: int) -> None:
-        super().__init__()
-        self.z, self.c = nn.Linear(inputs + size, size), nn.Linear(inputs + size, size)
-
-    def forward(self, x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-        xh = torch.cat([x, h], -1)
-        z = torch.sigmoid(self.z(xh))
-        h = (1 - z) * h + z * torch.tanh(self.c(xh))
-        return h, h
-
-
-def own_cell(inputs: int, size: int, batch: int, steps: int, budget: str, compile: bool) -> Row:
+def own_cell(
+    inputs: int, size: int, batch: int, steps: int, budget: str, compile: bool = False
+) -> Network:
     """A hand-written loop over a cell."""
     torch.manual_seed(0)
-    cell = Gated(inputs, size)
-    zeros = torch.zeros(batch, size)
+    cell, zeros = Own(MinimalGated(inputs, size)), torch.zeros(batch, size)
+    data = partial(torch.randn, steps, batch, inputs)
+    asked = {"memory": budget, "compile": compile}
 
     def loop(x: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
         outputs = []
@@ -116,91 +88,67 @@ def own_cell(inputs: int, size: int, batch: int, steps: int, budget: str, compil
             outputs.append(y)
         return torch.stack(outputs), h
 
-    def segmented(count: int) -> None:
-        outputs, h = [], zeros
-        for part in torch.randn(steps, batch, inputs).chunk(count):
-            y, h = checkpoint(loop, part, h, use_reentrant=False)
-            outputs.append(y)
-        loss_of(outputs).backward()
-
-    def ours() -> None:
-        x = torch.randn(steps, batch, inputs)
-        loss_of([rg.unroll(cell, x, zeros, memory=budget, compile=compile)[0]]).backward()
-
-    return Row(
-        f"own cell of {size}{', compiled' if compile else ''}, B={batch}, T={steps}",
-        budget,
-        lambda: loss_of([loop(torch.randn(steps, batch, inputs), zeros)[0]]).backward(),
-        ours,
-        {f"{n} segments": lambda n=n: segmented(n) for n in SEGMENTS},  # type: ignore[misc]
-        lambda: cell.zero_grad(set_to_none=True),
-        lambda: rg.fit(
-            cell, torch.randn(steps, batch, inputs), zeros, memory=budget, compile=compile
-        ),
+    careful = {f"{n} segments": lambda n=n: in_segments(loop, data(), zeros, n) for n in SEGMENTS}
+    return Network(
+        lambda: [loop(data(), zeros)[0]],
+        lambda: [rg.unroll(cell, data(), zeros, **asked)[0]],
+        careful,
+        lambda: rg.fit(cell, data(), zeros, **asked),
+        (cell,),
     )
 
 
-def chain(budget: str) -> Row:
+def chain(budget: str) -> Network:
     """Twelve transformer layers."""
     torch.manual_seed(0)
-    layers = [
-        nn.TransformerEncoderLayer(256, 8, 1024, dropout=0.0, batch_first=True) for _ in range(12)
-    ]
+    layers = [nn.TransformerEncoderLayer(256, 8, 1024, 0.0, batch_first=True) for _ in range(12)]
     theirs, mine = nn.Sequential(*layers), rg.Sequential(*layers, memory=budget)
+    data = partial(torch.randn, 16, 128, 256)
 
-    def each() -> None:
-        x = torch.randn(16, 128, 256)
+    def each() -> list[Tensor]:
+        x = data()
         for layer in layers:
             x = checkpoint(layer, x, use_reentrant=False)
-        loss_of([x]).backward()
+        return [x]
 
-    return Row(
-        "12 transformer layers of 256, B=16, 128 tokens",
-        budget,
-        lambda: loss_of([theirs(torch.randn(16, 128, 256))]).backward(),
-        lambda: loss_of([mine(torch.randn(16, 128, 256))]).backward(),
-        {"each layer": each},
-        lambda: theirs.zero_grad(set_to_none=True),
-        lambda: mine.fit(torch.randn(16, 128, 256)),
-    )
+    fit = lambda: mine.fit(data())  # noqa: E731
+    careful = {"each layer": each}
+    return Network(lambda: [theirs(data())], lambda: [mine(data())], careful, fit, (theirs,))
 
 
-ROWS: list[Callable[[], Row]] = [
-    lambda: recurrent("LSTM", 256, 256, 64, 1000, "5%"),
-    lambda: recurrent("LSTM", 64, 64, 16, 1000, "5%"),
-    lambda: recurrent("GRU", 128, 512, 32, 256, "5%"),
-    lambda: recurrent("GRU", 24, 64, 16, 500, "5%", num_layers=2),
-    lambda: recurrent("LSTM", 80, 256, 8, 600, "10%", num_layers=2, bidirectional=True),
-    lambda: own_cell(16, 128, 32, 1000, "5%", compile=False),
-    lambda: own_cell(16, 128, 32, 1000, "5%", compile=True),
-    lambda: chain("20%"),
-]
+TWO = {"num_layers": 2}
+NETWORKS: dict[str, tuple[str, Callable[[str], Network]]] = {
+    "LSTM 256→256, B=64, T=1000": ("5%", partial(recurrent, "LSTM", 256, 256, 64, 1000)),
+    "LSTM 64→64, B=16, T=1000": ("5%", partial(recurrent, "LSTM", 64, 64, 16, 1000)),
+    "GRU 128→512, B=32, T=256": ("5%", partial(recurrent, "GRU", 128, 512, 32, 256)),
+    "GRU 24→64, 2 layers, B=16, T=500": ("5%", partial(recurrent, "GRU", 24, 64, 16, 500, **TWO)),
+    "LSTM 80→256, 2 layers, two directions, B=8, T=600": (
+        "10%", partial(recurrent, "LSTM", 80, 256, 8, 600, bidirectional=True, **TWO)
+    ),
+    "own cell of 128, B=32, T=1000": ("5%", partial(own_cell, 16, 128, 32, 1000)),
+    "own cell of 128, compiled, B=32, T=1000": (
+        "5%", partial(own_cell, 16, 128, 32, 1000, compile=True)
+    ),
+    "12 transformer layers of 256, B=16, 128 tokens": ("20%", chain),
+}  # fmt: skip
 
 
-def measured(row: Row) -> dict[str, Any]:
+def measured(name: str, rounds: int) -> Row:
     """One row of the table: of checkpointing, the fastest way."""
-    calls = {"torch": row.plain, "ours": row.ours, **row.careful}
-
-    def alone(call: Callable[[], object]) -> Callable[[], object]:
-        def run() -> None:
-            call()
-            row.forget()
-
-        return run
-
+    budget, make = NETWORKS[name]
+    network = make(budget)
+    ways = {"torch": network.plain, "ours": network.ours, **network.careful}
+    calls = {way: network.iteration(outputs) for way, outputs in ways.items()}
     for call in calls.values():
-        alone(call)()
-        alone(call)()
-    found = {}
-    for name, call in calls.items():
-        found[name] = {"total_bytes": rg.measure(alone(call)).peak_bytes}
-    for name, taken in medians({k: alone(c) for k, c in calls.items()}, ROUNDS).items():
-        found[name]["ms"] = round(1e3 * taken, 1)
-    fit = row.fit()
-    fastest = min(row.careful, key=lambda name: found[name]["ms"], default=None)
+        call(), call()
+    found: Row = {k: {"total_bytes": rg.measure(call).peak_bytes} for k, call in calls.items()}
+    for way, taken in medians(calls, rounds).items():
+        found[way]["ms"] = round(1e3 * taken, 1)
+    fit = network.fit()
+    fastest = min(network.careful, key=lambda way: found[way]["ms"], default=None)
     return {
-        "network": row.name,
-        "budget": row.budget,
+        "network": name,
+        "budget": budget,
         "counted": {"torch": fit.ordinary_bytes, "ours": fit.budget_bytes},
         "torch": found["torch"],
         "ours": found["ours"],
@@ -209,27 +157,19 @@ def measured(row: Row) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.parse_args()
-    torch.set_num_threads(2)
-    rows = []
-    for make in ROWS:
-        found = measured(make())
-        rows.append(found)
-        sides = {"torch": found["torch"], f"ours, {found['budget']}": found["ours"]}
-        if found["checkpoint"]:
-            sides[found["checkpoint"]["way"]] = found["checkpoint"]
-        print(found["network"], {k: f"{v / 2**20:.1f} MiB" for k, v in found["counted"].items()})
-        for name, one in sides.items():
-            size = f"{one['total_bytes'] / 2**20:7.1f} MiB"
-            print(f"    {name:12} {one['ms']:8.1f} ms  in total {size}", flush=True)
-    ratio = statistics.geometric_mean(r["ours"]["ms"] / r["torch"]["ms"] for r in rows)
-    print(f"geometric mean of times: {ratio:.2f}")
-    document = {"machine": machine_of(torch.device("cpu")), "rows": rows}
-    path = RESULTS / "front_page_cpu.json"
-    path.write_text(json.dumps(document, ensure_ascii=False) + "\n")
+@script.table("front_page_cpu", rounds=5)
+def iterations(run: Run) -> None:
+    """Claim: the tables of README and the first page show whole iterations and the whole process.
+
+    Each row is one training iteration: data, forward pass, loss, backward pass. It runs as torch
+    runs it, within a budget, and with ``torch.utils.checkpoint`` used with care: around each layer,
+    or over the fastest number of segments without a copy of the outputs. All take turns. *Total*
+    bytes are everything that is alive at the peak except the weights. The budget's bytes are the
+    working memory that it counts, without data, outputs and gradients that the caller keeps.
+    """
+    one = partial(measured, rounds=run.rounds)
+    run.write(rows=run.rows(NETWORKS.keys(), one, "counted", "torch", "ours", "checkpoint"))
 
 
 if __name__ == "__main__":
-    main()
+    script.main()

@@ -9,7 +9,7 @@ Each section is a process with a time limit of its own. The row of a part that f
 time left, says so. The script needs torch, triton and numba. Without pytest it skips the tests, and
 says so.
 
-- *drawn*: models drawn at random within five budgets each (``drawn_models.py``);
+- *drawn*: models drawn at random within five budgets each (``drawn.py``);
 - *budgets*: the bytes that budgeted recurrent layers request, allocate and reserve;
 - *grid*: recurrent layers within fractions of memory, beside cuDNN;
 - *backward*: the backward pass from the states alone, beside cuDNN, up to 300,000 steps; cuDNN
@@ -21,7 +21,6 @@ says so.
 import argparse
 import gc
 import importlib.util
-import itertools
 import json
 import math
 import os
@@ -40,21 +39,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-import chain_networks
+import chains
 import gpu_models
-import recurrent_grid
+import recurrent
 import retrograde as rg
-import scan_backward
+import scans
+from harness import RESULTS, ROOT, Row
+from oracles import chained
 from retrograde.kernels import LARGEST_SIZE
 from retrograde.kernels.cells import GATES
 from retrograde.machine import machine_of
 from retrograde.recurrent.spans import scan_lengths, sequential_block
 from retrograde_papers import networks
 from retrograde_papers.limits import is_out_of_memory
-
-ROOT = Path(__file__).parent.parent
-RESULTS = Path(__file__).parent / "results"
-Row = dict[str, Any]
 
 # Seconds after which a section is stopped, in all less than ten minutes; it begins nothing new in
 # the last tenth of them.
@@ -74,58 +71,34 @@ BUDGETS = [
     ("RNN", 128, 128, 10_000, "1%"),
 ]
 # Small rows of the CPU's grid, then what fills a card: from one to eighteen GiB.
-GRID = [recurrent_grid.GRID[number] for number in (0, 1, 8, 18)] + [
-    recurrent_grid.Work("LSTM", 64, 64, 256, 10_000),
-    recurrent_grid.Work("RNN", 128, 128, 128, 10_000),
-    recurrent_grid.Work("GRU", 128, 128, 128, 5_000),
-    recurrent_grid.Work("LSTM", 512, 512, 64, 2_000),
-    recurrent_grid.Work("LSTM", 1024, 1024, 32, 1_000),
+GRID = [recurrent.GRID[number] for number in (0, 1, 8, 18)] + [
+    recurrent.Work("LSTM", 64, 64, 256, 10_000),
+    recurrent.Work("RNN", 128, 128, 128, 10_000),
+    recurrent.Work("GRU", 128, 128, 128, 5_000),
+    recurrent.Work("LSTM", 512, 512, 64, 2_000),
+    recurrent.Work("LSTM", 1024, 1024, 32, 1_000),
 ]
 SHARES = ("50%", "10%", "5%")
 BACKWARD = [
-    scan_backward.Case(cell, length, 16 if length <= 10_000 else 1, 24, hidden)
+    scans.Case(cell, length, 16 if length <= 10_000 else 1, 24, hidden)
     for length in (1000, 10_000, 100_000, 300_000)
     for hidden in (20, 64)
     for cell in ("RNN", "GRU", "LSTM")
 ]
 # Wider than what a program can hold: one launch a step, in graphs of at most 32; no scan.
-BACKWARD += [scan_backward.Case(cell, 1000, 64, 256, 256) for cell in ("RNN", "GRU", "LSTM")]
+BACKWARD += [scans.Case(cell, 1000, 64, 256, 256) for cell in ("RNN", "GRU", "LSTM")]
 GRAPH = 32
 WAYS = ("torch", "100%", "scan")
 
 
-def perceptron() -> list[nn.Module]:
-    """A hundred equal layers."""
-    return [nn.Sequential(nn.Linear(512, 512), nn.GELU()) for _ in range(100)]
-
-
-def pyramid() -> list[nn.Module]:
-    """Layers that halve: the first ones hold nearly everything."""
-    widths = [2048, 1024, 512, 256, 128, 64, 32]
-    return [nn.Sequential(nn.Linear(a, b), nn.ReLU()) for a, b in itertools.pairwise(widths)]
-
-
-def convolutions() -> list[nn.Module]:
-    """Thirty equal convolutions with batch normalisation."""
-    block = nn.Sequential
-    parts = [(nn.Conv2d(64, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU()) for _ in range(30)]
-    return [nn.Conv2d(3, 64, 3, padding=1), *(block(*part) for part in parts)]
-
-
-def wide_transformer() -> list[nn.Module]:
-    """An encoder of 24 equal layers of 256."""
-    make = nn.TransformerEncoderLayer
-    return [make(256, 4, 1024, batch_first=True, dropout=0.0) for _ in range(24)]
-
-
 NETWORKS: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...]]] = {
-    **chain_networks.NETWORKS,
-    "perceptron, 100 layers": (perceptron, (4096, 512)),
-    "pyramid": (pyramid, (16_384, 2048)),
+    **chains.NETWORKS,
+    "perceptron, 100 layers": (chained.perceptron, (4096, 512)),
+    "pyramid": (chained.pyramid, (16_384, 2048)),
     "LeNet-5": (networks.lenet5, (2048, 3, 32, 32)),
     "ResNet-34": (networks.resnet34, (32, 3, 32, 32)),
-    "30 convolutions": (convolutions, (32, 3, 32, 32)),
-    "transformer, 24 layers": (wide_transformer, (16, 128, 256)),
+    "30 convolutions": (chained.convolutions, (32, 3, 32, 32)),
+    "transformer, 24 layers": (partial(chained.encoder, 24, 256, 0.0), (16, 128, 256)),
 }
 
 
@@ -211,10 +184,10 @@ def grid(device: str, quick: bool, clock: Clock) -> Iterator[Row]:
         if clock.is_over():
             yield {"name": str(work), "error": "not reached in time"}
             continue
-        small = recurrent_grid.Work(work.kind, 4, 8, 2, 60) if quick else work
+        small = recurrent.Work(work.kind, 4, 8, 2, 60) if quick else work
 
-        def measure(work: recurrent_grid.Work = small) -> Row:
-            contest = recurrent_grid.Contest(work, device, SHARES)
+        def measure(work: recurrent.Work = small) -> Row:
+            contest = recurrent.Contest(work, device, SHARES)
             held = {name: contest.bytes(name) for name in contest.runs}
             seconds = contest.seconds(3)
             return {
@@ -227,7 +200,7 @@ def grid(device: str, quick: bool, clock: Clock) -> Iterator[Row]:
         yield {"name": str(work)} | told(measure)
 
 
-def case_name(case: scan_backward.Case) -> str:
+def case_name(case: scans.Case) -> str:
     return f"{case.cell} {case.inputs}→{case.hidden}, B={case.batch}, T={case.length:,}"
 
 
@@ -235,7 +208,7 @@ def backward(device: str, quick: bool, clock: Clock) -> Iterator[Row]:
     """Seconds of the backward pass of each way, and the kernel that torch's spends most time in."""
     for case in BACKWARD[:3] if quick else BACKWARD:
         row: Row = {"name": case_name(case), "ways": {}}
-        small = scan_backward.Case(case.cell, 60, 2, 3, 5) if quick else case
+        small = scans.Case(case.cell, 60, 2, 3, 5) if quick else case
         for way in WAYS[:2] if case.hidden > LARGEST_SIZE else WAYS:
             if clock.is_over():
                 row["ways"][way] = {"error": "not reached in time"}
@@ -244,13 +217,13 @@ def backward(device: str, quick: bool, clock: Clock) -> Iterator[Row]:
         yield row
 
 
-def one_way(case: scan_backward.Case, way: str, device: str) -> Row:
+def one_way(case: scans.Case, way: str, device: str) -> Row:
     """Medians of three passes; of torch's way also the name of its slowest kernel."""
-    net = scan_backward.modules(case, device)[way]
+    net = scans.modules(case, device)[way]
     x = torch.randn(case.length, case.batch, case.inputs, device=device)
     seed = torch.randn(case.length, case.batch, case.hidden, device=device)
-    scan_backward.passes(net, x, seed)
-    seconds = [scan_backward.passes(net, x, seed) for _ in range(3)]
+    scans.passes(net, x, seed)
+    seconds = [scans.passes(net, x, seed) for _ in range(3)]
     forward, back = (statistics.median(part) for part in zip(*seconds, strict=True))
     row: Row = {"forward_seconds": forward, "backward_seconds": back}
     if way == "torch" and case.length <= 10_000:
@@ -312,7 +285,7 @@ def one_network(name: str, device: str, quick: bool) -> Row:
         segments = max(2, math.isqrt(len(plain)))
         contenders: dict[str, Callable[[Tensor], Tensor]] = {
             "ordinary": plain,
-            f"checkpoint {segments}": chain_networks.checkpointed(plain, segments),
+            f"checkpoint {segments}": chains.checkpointed(plain, segments),
         }
         row: Row = {"refused": []}
         for share in ("50%", "25%"):
@@ -323,11 +296,9 @@ def one_network(name: str, device: str, quick: bool) -> Row:
                 row["refused"].append(share)
                 continue
             contenders[share] = ours
-        ways = {
-            key: chain_networks.Way(net, parameters, x, seed) for key, net in contenders.items()
-        }
+        ways = {key: chains.Way(net, parameters, x, seed) for key, net in contenders.items()}
         row["bytes"] = {key: way.peak() for key, way in ways.items()}
-        row["seconds"] = chain_networks.medians(chain_networks.in_turn(ways, 1 if quick else 5))
+        row["seconds"] = chains.middle(chains.in_turn(ways, 1 if quick else 5))
         return row
 
     return {"name": name} | told(measure)
@@ -336,8 +307,8 @@ def one_network(name: str, device: str, quick: bool) -> Row:
 def compiled(name: str, device: str, quick: bool) -> Row:
     """torch.compile told to keep half of the activations; what it means by half is its own."""
     plain, x, seed = built(name, device, quick)
-    fast = plain if quick else chain_networks.compiled(plain, 0.5)
-    way = chain_networks.Way(fast, list(plain.parameters()), x, seed)
+    fast = plain if quick else chains.compiled(plain, 0.5)
+    way = chains.Way(fast, list(plain.parameters()), x, seed)
     return {"bytes": way.peak(), "seconds": statistics.median(way.seconds() for _ in range(5))}
 
 
@@ -356,10 +327,10 @@ def tests(device: str, quick: bool, clock: Clock) -> Iterator[Row]:
 
 def drawn(device: str, quick: bool, clock: Clock) -> Iterator[Row]:
     """What drawn models come to: none may be wrong, nor over its budget."""
-    script = str(Path(__file__).parent / "drawn_models.py")
+    script = str(Path(__file__).parent / "drawn.py")
     models, processes = ("1", "1") if quick else ("40", "8")
-    command = [sys.executable, script, "--device", device, "--models", models]
-    run = subprocess.run([*command, "--processes", processes], capture_output=True, text=True)
+    command = [sys.executable, script, "models", "--device", device, "--models", models]
+    run = subprocess.run([*command, "--workers", processes], capture_output=True, text=True)
     counts = [line for line in run.stdout.splitlines() if "readings" in line] or [run.stderr[-200:]]
     bad = any(word in counts[0] for word in ("over", "wrong", "warned")) or run.returncode != 0
     yield {"name": "drawn models", "result": counts[0], "passed": not bad}
@@ -411,7 +382,7 @@ def gates_of(kind: str) -> int:
     return GATES["RNN_TANH" if kind == "RNN" else kind]  # type: ignore[index]
 
 
-def forward_flops(work: recurrent_grid.Work) -> int:
+def forward_flops(work: recurrent.Work) -> int:
     """Of one forward pass; with a backward pass it is three times as many."""
     layers, ways = work.options.get("num_layers", 1), 2 if "bidirectional" in work.options else 1
     wide, total = work.inputs, 0
@@ -421,7 +392,7 @@ def forward_flops(work: recurrent_grid.Work) -> int:
     return 2 * work.length * work.batch * total
 
 
-def counted_backward(case: scan_backward.Case) -> Row:
+def counted_backward(case: scans.Case) -> Row:
     """The recurrence alone: launches, steps that wait for one another, FLOPs, bytes moved."""
     kind: Any = "RNN_TANH" if case.cell == "RNN" else case.cell
     gates, size, rows = gates_of(case.cell), case.hidden, case.length * case.batch

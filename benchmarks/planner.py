@@ -1,22 +1,17 @@
-"""Claim: exact plans for a million steps take a second, of any policy; costs take microseconds.
+"""The planner: how soon it answers, beside others; what its rule for ties saves; chains of layers.
 
-The planner runs beside others, if these are installed: ``pyrevolve`` (Revolve in C++) and
-``checkpoint_schedules`` (Revolve in Python; Maddison's mixed policy, for equal sizes only). Each of
-these schedules is iterated to its end. The two sides take turns in one process, on one core, with
-compiled code warm; times are medians. The additional time of a new process is measured in new
-processes, with the compiled code cached.
+All run on one core, with compiled code cached.
 
-    python benchmarks/planner.py                # JSON into benchmarks/results/
-    python benchmarks/planner.py --slow         # Mixed at 10,000 steps too: about a minute each
-    python benchmarks/planner.py --quick        # a tenth of the sizes, once; nothing is written
+    python benchmarks/planner.py questions          # JSON into benchmarks/results/
+    python benchmarks/planner.py questions --slow   # Mixed at 10,000 steps too: a minute each
+    python benchmarks/planner.py questions --quick  # a tenth of the sizes; nothing is written
 """
 
-import argparse
 import importlib.metadata
 import importlib.util
 import itertools
-import json
 import os
+import pickle
 import platform
 import statistics
 import subprocess
@@ -26,32 +21,41 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
 import retrograde as rg
+from harness import Row, Run, Script
+from oracles.first_best import first_best, rotor
+from oracles.unequal_chains import network, random_chain
 from retrograde.machine import processor_name
+from retrograde.plan.chains import chain_minimum, plan_chain
 from retrograde.plan.fit import Curve, Footprint, fit
+from retrograde.schedule import Verb
 
-RESULTS = Path(__file__).parent / "results"
 PEERS = ("checkpoint_schedules", "pyrevolve")
 THREADS = ("OMP", "MKL", "OPENBLAS", "NUMBA")
+script = Script()
+
+
+def alone(*packages: str) -> Row:
+    """Run this command anew on one core, unless it does; the machine, and versions of packages."""
+    if any(os.environ.get(f"{name}_NUM_THREADS") != "1" for name in THREADS):
+        one = os.environ | {f"{name}_NUM_THREADS": "1" for name in THREADS}
+        raise SystemExit(subprocess.call([sys.executable, *sys.argv], env=one))
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    versions = dict.fromkeys(packages, "not installed")
+    for name in packages:
+        if importlib.util.find_spec(name):
+            versions[name] = importlib.metadata.version(name)
+    device = f"{processor_name()}, one core"
+    return {"device": device, "python": platform.python_version(), **versions}
 
 
 @dataclass(frozen=True)
-class Row:
-    """One question, asked of both sides.
-
-    Args:
-        name: the question.
-        ours: asks retrograde.
-        target_seconds: what the median is to stay within, for one question.
-        peer: asks somebody else; None where nobody can be asked.
-        peer_name: whom.
-        questions: how many a call asks.
-        most_rounds: calls of each side, at most.
-    """
+class Question:
+    """A question to ours and to somebody else, of which a call may ask several."""
 
     name: str
     ours: Callable[[], object]
@@ -62,27 +66,27 @@ class Row:
     most_rounds: int = 100
 
 
-def rows(tenth: int, slow: bool) -> Iterator[Row]:
+def rows(tenth: int, slow: bool) -> Iterator[Question]:
     """Every question that this process can ask, at a tenth of the sizes where ``tenth`` is 10."""
     long, longest, middle = 10**5 // tenth, 10**6 // tenth, 10**4 // tenth
     lengths = range(long, long + 1000)
-    yield Row(
+    yield Question(
         f"cost of t = {long:,} …, m = 1,000",
         lambda: [rg.cost(t, 1000) for t in lengths],
         1e-5,
         *revolve_costs(lengths),
         questions=len(lengths),
     )
-    yield Row(
+    yield Question(
         f"costs of all t ≤ {long:,}, m < 1,000", partial(all_costs, long), 10.0, most_rounds=3
     )
-    yield Row(
+    yield Question(
         "cost of MSM, t = 1,000,000,000, m = 1,000, α = 5",
         lambda: rg.cost(10**9, 1000, "msm", alpha=5),
         0.5,
     )
     for t, seconds in ((long, 0.2), (longest, 2.0)):
-        yield Row(
+        yield Question(
             f"HSM, t = {t:,}, m = 1,000",
             partial(rg.plan, t, 1000),
             seconds,
@@ -98,14 +102,14 @@ def rows(tenth: int, slow: bool) -> Iterator[Row]:
         (long, 1000, 21, 20, 1.0),
         (longest, 1000, 5, 4, 1.0),
     ):
-        yield Row(
+        yield Question(
             f"MSM, t = {t:,}, m = {m:,}, α = {alpha}, β = {beta}",
             partial(rg.plan, t, m, "msm", alpha=alpha, beta=beta),
             seconds,
             most_rounds=5 if t == middle else 3,
         )
     for t, m, seconds, rounds in ((2000 // tenth, 50, 0.3, 5), *[(middle, 100, 20.0, 1)] * slow):
-        yield Row(
+        yield Question(
             f"best, equal sizes, t = {t:,}, m = {m:,}",
             partial(rg.plan, t, m, "best", alpha=1),
             seconds,
@@ -114,7 +118,7 @@ def rows(tenth: int, slow: bool) -> Iterator[Row]:
         )
 
 
-def fits() -> Iterator[Row]:
+def fits() -> Iterator[Question]:
     """Another length within a budget: an LSTM's bytes, 64 sequences and 256 units."""
     unit = 64 * 256 * 4
     sizes = Footprint(
@@ -131,14 +135,14 @@ def fits() -> Iterator[Row]:
     )
     lengths = itertools.count(1000)
     for share in ("5%", "20%"):
-        yield Row(
+        yield Question(
             f"another length, about 1,000, in ranges within {share}",
             lambda share=share: fit(next(lengths), share, sizes),
             0.01,
         )
 
 
-def process_rows(tenth: int) -> Iterator[Row]:
+def process_rows(tenth: int) -> Iterator[Question]:
     """What a new process waits for: the second of two statements, in its own seconds."""
     long, middle = 10**5 // tenth, 10**4 // tenth
     theirs = "from checkpoint_schedules import *"
@@ -158,7 +162,7 @@ def process_rows(tenth: int) -> Iterator[Row]:
         ),
     ):
         has_peer = peer is not None and importlib.util.find_spec("checkpoint_schedules")
-        yield Row(
+        yield Question(
             f"in a new process: {name}",
             partial(in_a_new_process, *statements),
             seconds,
@@ -210,11 +214,11 @@ def seconds_of(call: Callable[[], object]) -> float:
     return told if isinstance(told, float) else time.perf_counter() - start
 
 
-def ask(row: Row, rounds: int) -> dict[str, object]:
+def ask(row: Question, rounds: int) -> Row:
     """Both sides in turn."""
     ours: list[float] = []
     theirs: list[float] = []
-    found: dict[str, object] = {"name": row.name, "target_seconds": row.target_seconds}
+    found: Row = {"name": row.name, "target_seconds": row.target_seconds}
     try:
         for _ in range(min(rounds, row.most_rounds)):
             ours.append(seconds_of(row.ours) / row.questions)
@@ -234,65 +238,127 @@ def spread(name: str, seconds: list[float]) -> dict[str, float]:
     return {name: median, f"{name}_least": min(seconds), f"{name}_most": max(seconds)}
 
 
-def show(found: dict) -> None:
-    """One row of the table."""
-    if "refused" in found:
-        print(f"{found['name']:<62} refused: {found['refused']}", flush=True)
-        return
-    mark = "✓" if found["seconds"] <= found["target_seconds"] else "✗"
-    line = f"{found['name']:<62} {found['seconds']:9.3g} s {mark} {found['target_seconds']:g}"
-    if "peer" in found:
-        faster = found["peer_seconds"] / found["seconds"]
-        line += f"   {found['peer']}: {found['peer_seconds']:.3g} s ({faster:.2g}×)"
-    print(line, flush=True)
+@script.table("planner", rounds=7, slow=False, quick=False)
+def questions(run: Run) -> None:
+    """Claim: exact plans for a million steps take a second, of any policy; costs microseconds.
 
-
-def machine() -> dict[str, object]:
-    """What was measured on, and with which versions."""
-    versions = {}
-    for package in ("numpy", "numba", *PEERS):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "not installed"
-    return {
-        "device": f"{processor_name()}, one core",
-        "python": platform.python_version(),
-        **versions,
-    }
-
-
-def main() -> None:
-    """Ask everything, print a table, and write the JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7, help="calls of each side, at most")
-    parser.add_argument("--slow", action="store_true", help="Mixed at 10,000 steps too")
-    parser.add_argument("--quick", action="store_true", help="a tenth of the sizes, once")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder")
-    arguments = parser.parse_args()
-    if any(os.environ.get(f"{name}_NUM_THREADS") != "1" for name in THREADS):
-        alone = os.environ | {f"{name}_NUM_THREADS": "1" for name in THREADS}
-        raise SystemExit(subprocess.call([sys.executable, *sys.argv], env=alone))
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    tenth, rounds = (10, 1) if arguments.quick else (1, arguments.rounds)
-    found = machine()
-    print(json.dumps(found))
-    for name in PEERS:
-        if found[name] == "not installed":
-            print(f"{name} is not installed: its side is left out; pip install {name}")
+    The planner runs beside others, if these are installed: ``pyrevolve`` (Revolve in C++) and
+    ``checkpoint_schedules`` (Revolve in Python; Maddison's mixed policy, for equal sizes only),
+    each iterated to its end. The two sides take turns, with compiled code warm; times are medians.
+    What a new process waits for is measured in new processes, with the compiled code cached.
+    """
+    machine = alone("numpy", "numba", *PEERS)
+    tenth, rounds = (10, 1) if run.quick else (1, run.rounds)
     rg.plan(20, 8, "msm", alpha=3)  # loads what is compiled
-    results = []
-    for row in (*rows(tenth, arguments.slow), *fits(), *process_rows(tenth)):
-        results.append(ask(row, rounds))
-        show(results[-1])
-    if arguments.quick:
-        return
-    arguments.results.mkdir(parents=True, exist_ok=True)
-    path = arguments.results / "planner.json"
-    path.write_text(json.dumps({"machine": found, "results": results}, indent=1) + "\n")
-    print(f"written to {path}")
+    asked = (*rows(tenth, run.slow), *fits(), *process_rows(tenth))
+    one = partial(ask, rounds=rounds)
+    cases = {question.name: question for question in asked}
+    shown = ("seconds", "target_seconds", "peer", "peer_seconds", "refused")
+    run.write(machine, results=run.rows(cases, one, *shown, part="results"))
+
+
+LENGTH = 1000
+TIES = [
+    ("hsm", 10, None),
+    ("hsm", 50, None),
+    ("hsm", 500, None),
+    ("ism", 10, None),
+    ("ism", 50, None),
+    ("ism", 500, None),
+    ("ism", 1000, None),
+    ("msm", 50, 5),
+    ("msm", 300, 5),
+    ("msm", 2000, 5),
+    ("msm", 4000, 5),
+]
+
+
+def tied(case: tuple[str, int, int | None]) -> Row:
+    """The actions by the paper's rule, and by ours; the launches of ours."""
+    policy, memory, alpha = case
+    sizes = {} if alpha is None else {"alpha": alpha}
+    theirs = first_best(LENGTH, memory, policy, alpha)
+    ours = rg.plan(LENGTH, memory, policy, **sizes)
+    assert theirs.cost == ours.cost
+    assert theirs.peak <= memory
+    launches = int(np.isin(ours.kind, [Verb.ADVANCE, Verb.RECORD, Verb.BACKWARD]).sum())
+    return {
+        "policy": policy, "alpha": alpha, "length": LENGTH, "memory": memory, "cost": ours.cost,
+        "actions_first_y": len(theirs), "actions": len(ours),
+        "launches_step_by_step": ours.cost + LENGTH, "launches": launches,
+    }  # fmt: skip
+
+
+@script.table("ties")
+def ties(run: Run) -> None:
+    """Claim: of equally cheap schedules, the planner's has no more actions than the paper's rule.
+
+    Algorithm 1 of Gruslys et al. (2016) takes the first best y, and prefers a hidden state to an
+    internal one. The actions of both schedules are counted, with adjacent ranges merged; and the
+    launches of ours: one for each range that is run or backpropagated, beside one for each step.
+    """
+    shown = ("cost", "actions_first_y", "actions", "launches_step_by_step", "launches")
+    cases = {"{}, m = {}, α = {}".format(*case): case for case in TIES}
+    run.write(run.rows(cases, tied, *shown))
+
+
+LAYERS, SHARE, SHARES = (50, 100, 200, 400), 0.3, (0.1, 0.3, 0.5, 0.8)
+
+
+def planned(case: tuple[str, int]) -> list[Row]:
+    """Plan a chain for some budgets, and prove how good that is."""
+    name, length = case
+    chain = {"random": random_chain, "network": network}[name](length)
+    rows = []
+    for share in SHARES:
+        if share * plan_chain(chain, "100%").peak < chain_minimum(chain):
+            continue
+        start = time.perf_counter()
+        plan_chain(chain, share)
+        middle = time.perf_counter()
+        schedule = plan_chain(chain, share, certify=True)
+        certified = time.perf_counter() - middle
+        rows.append({
+            "name": name, "layers": len(chain), "share": share, "seconds": middle - start,
+            "certified_seconds": certified, "gap": schedule.gap,
+            "of_ordinary": schedule.seconds / chain.ordinary_seconds,
+            "of_budget": schedule.peak / schedule.memory,
+        })  # fmt: skip
+    return rows
+
+
+def peak_of_planning(chain: rg.Chain) -> int:
+    """The most that a process which plans a chain ever held, Python and numba included."""
+    code = (
+        "import pickle, resource, sys; from retrograde.plan.chains import plan_chain\n"
+        f"plan_chain(pickle.load(sys.stdin.buffer), {SHARE})\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
+    )
+    command = [sys.executable, "-c", code]
+    return int(subprocess.run(command, input=pickle.dumps(chain), stdout=-1, check=True).stdout)
+
+
+@script.table("chain_planner", quick=False)
+def chains(run: Run) -> None:
+    """Claim: the fastest schedule of an unequal chain of 400 layers is found within seconds.
+
+    Random chains, whose sizes span two decades and have no common divisor, and a network of
+    convolutions, norms, activations and sums, are planned with a certified gap. For scale, the
+    recurrence that others solve is timed: rotor's (Beaumont et al., *Optimal checkpointing for
+    heterogeneous chains*, 2019), in plain Python. Peak memory is that of a new process.
+    """
+    machine = alone("numpy", "numba")
+    plan_chain(random_chain(20), "90%", certify=True)  # loads what is compiled
+    lengths = LAYERS[:1] if run.quick else LAYERS
+    cases = {f"{n} of {size}": (n, size) for size in lengths for n in ("random", "network")}
+    shown = ("share", "seconds", "certified_seconds", "of_ordinary", "of_budget", "gap")
+    results = run.rows(cases, planned, *shown, part="results")
+    memory = {LAYERS[-1]: peak_of_planning(random_chain(LAYERS[-1]))}
+    start = time.perf_counter()
+    rotor(30, 30)
+    others = {"plain Python, 30 layers, 30 levels": time.perf_counter() - start}
+    run.write(machine, results=results, peak_rss_bytes=memory, others=others)
 
 
 if __name__ == "__main__":
-    main()
+    script.main()

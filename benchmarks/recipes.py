@@ -1,27 +1,19 @@
-"""Runs every recipe of ``examples/recipes`` and writes the memory that each saves.
+"""The recipes of ``examples/recipes``, and the memory that each saves.
 
-The figures are those that the recipes print: peak bytes of an iteration, and medians of times that
-are taken in turns. One recipe compares accuracies instead.
-
-    pip install '.[recipes]'
-    python benchmarks/recipes.py                       # JSON into results/; three minutes
-    python benchmarks/recipes.py --only with_trainer   # that row alone; the others stay
+pip install '.[recipes]'
+python benchmarks/recipes.py every                     # JSON into results/; three minutes
+python benchmarks/recipes.py every --only with_trainer   # that row alone; the others stay
 """
 
-import argparse
 import importlib
-import json
 import sys
 from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-from retrograde.machine import machine_of
+from harness import ROOT, Row, Run, Script
 
-ROOT = Path(__file__).parent.parent
-RESULTS = Path(__file__).parent / "results"
-
+script = Script()
 #: File, arguments of its ``main``, what it starts from, what it goes to, packages beside torch.
 RECIPES: list[tuple[str, dict[str, Any], str, str, tuple[str, ...]]] = [
     ("lstm", {}, "`nn.LSTM`", '`rg.LSTM(memory="5%")`', ()),
@@ -44,28 +36,32 @@ RECIPES: list[tuple[str, dict[str, Any], str, str, tuple[str, ...]]] = [
 ]  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=sorted({name for name, *_ in RECIPES}))
-    only = parser.parse_args().only
-    asked = [recipe for recipe in RECIPES if only in (None, recipe[0])]
+@script.table("recipes_cpu")
+def every(run: Run) -> None:
+    """The memory and the time before and after, as the recipes print them.
+
+    They are peak bytes of an iteration, and medians of times that are taken in turns. One recipe
+    compares accuracies instead.
+    """
     sys.path.insert(0, str(ROOT / "examples" / "recipes"))
+    asked = [recipe for recipe in RECIPES if run.only in recipe[0]]
     absent = [p for *_, packages in asked for p in packages if find_spec(p) is None]
     if absent:
         sys.exit(f"not installed: {', '.join(absent)}; run pip install '.[recipes]'")
-    path = RESULTS / "recipes_cpu.json"
-    rows = [row for row in json.loads(path.read_text())["rows"] if row["recipe"] != only]
-    rows = rows if only else []
-    for name, given, before, after, packages in asked:
-        print(f"\n{name}: from {before} to {after}".replace("`", ""), flush=True)
-        rows.append({
-            "recipe": name, "before": before, "after": after,
-            "packages": {package: version(package) for package in packages},
-            **importlib.import_module(name).main(**given),
-        })  # fmt: skip
-    found = {"machine": machine_of("cpu"), "rows": rows}
-    path.write_text(json.dumps(found, indent=1) + "\n")
+
+    def rows_of(recipes: list[Any]) -> list[Row]:
+        return [
+            {
+                "recipe": name, "before": before, "after": after,
+                "packages": {package: version(package) for package in packages},
+                **importlib.import_module(name).main(**given),
+            }
+            for name, given, before, after, packages in recipes
+        ]  # fmt: skip
+
+    named = {name: [recipe for recipe in RECIPES if recipe[0] == name] for name, *_ in RECIPES}
+    run.write(rows=run.rows(named, rows_of, "before", "after"))
 
 
 if __name__ == "__main__":
-    main()
+    script.main()

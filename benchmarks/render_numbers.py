@@ -11,7 +11,7 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,25 @@ def results(name: str) -> Any:
     return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
 
 
-def source(name: str, script: str | None = None) -> str:
+#: Scripts that do not name their file by ``script.table``.
+OTHERS = {
+    "gpu": "benchmarks/gpu.py",
+    "figure_2b": "papers/gruslys2016/processes.py",
+    "sparse_jacobians": "papers/wang2020/sparse_jacobians.py",
+    "sparse_networks": "papers/wang2020/sparse_networks.py",
+}
+
+
+def script_of(name: str) -> str:
+    """The script that wrote a file."""
+    stem = re.sub("_(cpu|avx2|cuda)$|(?<=^gpu)_.*", "", name)
+    for path in sorted((ROOT / "benchmarks").glob("*.py")):
+        if re.search(rf'\.table\("{stem}["_]', path.read_text()):
+            return f"benchmarks/{path.name}"
+    return OTHERS[stem]
+
+
+def source(name: str) -> str:
     """Where the numbers are from, and the machine."""
     machine = results(name)["machine"]
     where = machine["device"]
@@ -40,9 +58,26 @@ def source(name: str, script: str | None = None) -> str:
         where += f", torch {machine['torch']}"
     if "jax" in machine:
         where += f", jax {machine['jax']}"
-    script = script or name.removesuffix("_cpu")
-    up = f"benchmarks/{script}.py", f"benchmarks/results/{name}.json"
+    up = script_of(name), f"benchmarks/results/{name}.json"
     return f"Measured on {where} ([script]({{up}}{up[0]}), [numbers]({{up}}{up[1]}))."
+
+
+def shown(name: str, head: list[str], rows: list[list[str]], more: str = "") -> str:
+    """A table, with what else there is to say, and its source."""
+    return f"{table(head, rows)}\n{more}{source(name)}\n"
+
+
+def ratios(row: Any, keys: Iterable[str]) -> list[str]:
+    """A row's ratios, each that is not refused."""
+    return [f"{row['ratios'][k]:.2f}" if k in row["ratios"] else "refused" for k in keys]
+
+
+def worst_and_mean(found: Any, shares: Iterable[str]) -> list[list[str]]:
+    """The last rows of a table of ratios."""
+    return [
+        [f"*{name}*", "", *(f"{found['summary'][share][key]:.2f}" for share in shares)]
+        for name, key in (("worst", "worst"), ("geometric mean", "mean"))
+    ]
 
 
 def five_percent() -> str:
@@ -77,7 +112,7 @@ def front_page() -> str:
             else f"{size(other['total_bytes'])}, {other['ms'] / torch['ms']:.2f}× ({other['way']})",
         ])  # fmt: skip
     head = ["network", "torch", "retrograde", "of which the budget", "`torch.utils.checkpoint`"]
-    return table(head, rows) + "\n" + source("front_page_cpu") + "\n"
+    return shown("front_page_cpu", head, rows)
 
 
 def first_page() -> str:
@@ -123,24 +158,20 @@ def recurrent_grid() -> str:
     shares = ("100%", "50%", "20%", "10%", "5%", "1%")
     rows = []
     for row in found["rows"]:
-        cells = [f"{row['ratios'][s]:.2f}" if s in row["ratios"] else "refused" for s in shares]
         ways = [k for k in row["ratios"] if k.startswith("checkpoint")]
         best = min(ways, key=lambda k, r=row: r["ratios"][k], default=None)  # type: ignore[misc]
         told = "–" if best is None else f"{row['ratios'][best]:.2f} ({size(row['bytes'][best])})"
         first = f"{time(row['torch_ms'])}, {size(row['torch_bytes'])}"
-        rows.append([row["work"], first, *cells, told])
-    for name, key in (("worst", "worst"), ("geometric mean", "mean")):
-        told = [f"{found['summary'][s][key]:.2f}" for s in shares]
-        rows.append([f"*{name}*", "", *told, ""])
+        rows.append([row["work"], first, *ratios(row, shares), told])
+    rows += [[*row, ""] for row in worst_and_mean(found, shares)]
     head = ["network", "torch", *shares, "checkpoint, fastest of 4 to 32 segments"]
     behind = [f"{row['work']} ({n})" for row in found["rows"] for n in row["behind"]]
     compared = sum(k.startswith("as checkpoint") for row in found["rows"] for k in row["ratios"])
-    return (
-        table(head, rows)
-        + f"\nGiven the bytes of each number of segments, ours is slower in {len(behind)} of "
+    more = (
+        f"Given the bytes of each number of segments, ours is slower in {len(behind)} of "
         f"{compared} comparisons{': ' * bool(behind)}{'; '.join(behind)}. "
-        f"{source('recurrent_grid_cpu')}\n\n{without_avx512()}\n{two_runs()}"
     )
+    return f"{shown('recurrent_grid_cpu', head, rows, more)}\n{without_avx512()}\n{two_runs()}"
 
 
 def two_runs() -> str:
@@ -165,53 +196,42 @@ def without_avx512() -> str:
     return (
         f"On a processor without AVX-512 the mean is {mean} at {' / '.join(shares)}, and the worst "
         f"{worst}; slower than `checkpoint` in its bytes: {behind}. "
-        f"{source('recurrent_grid_avx2', 'recurrent_grid')}\n"
+        f"{source('recurrent_grid_avx2')}\n"
     )
 
 
 def recurrent_corners() -> str:
     found, shares = results("recurrent_corners_cpu"), ("100%", "50%", "20%", "5%")
-    rows = []
-    for row in found["rows"]:
-        told = [f"{row['ratios'][s]:.2f}" if s in row["ratios"] else "refused" for s in shares]
-        rows.append([row["work"].replace("torch.", ""), time(row["torch_ms"]), *told])
-    for name, key in (("worst", "worst"), ("geometric mean", "mean")):
-        rows.append([f"*{name}*", "", *(f"{found['summary'][s][key]:.2f}" for s in shares)])
-    return table(["network", "torch", *shares], rows) + f"\n{source('recurrent_corners_cpu')}\n"
+    rows = [
+        [row["work"].replace("torch.", ""), time(row["torch_ms"]), *ratios(row, shares)]
+        for row in found["rows"]
+    ]
+    rows += worst_and_mean(found, shares)
+    return shown("recurrent_corners_cpu", ["network", "torch", *shares], rows)
 
 
 def recurrent_drawn() -> str:
     found = results("recurrent_drawn_cpu")
     count, shares = len(found["rows"]), found["summary"]
-    rows = [
-        [
-            share,
-            f"{one['rows']} of {count}",
-            f"{one['mean']:.2f}",
-            f"{one['worst']:.2f}",
-            one["whose"],
-        ]
-        for share, one in shares.items()
-    ]
+    rows = []
+    for share, one in shares.items():
+        told = [f"{one[key]:.2f}" for key in ("mean", "worst")]
+        rows.append([share, f"{one['rows']} of {count}", *told, one["whose"]])
+    head = ["memory", "layers that run", "mean", "worst", "the worst layer"]
     slower = sum(row["ratios"].get("5%", 0) > 1 for row in found["rows"])
     over = sum(bool(row["over"]) for row in found["rows"])
-    return (
-        table(["memory", "layers that run", "mean", "worst", "the worst layer"], rows)
-        + f"\nIn 5 %, {slower} of {count} layers take longer than torch. Budgets that were "
-        f"exceeded: {over}. {source('recurrent_drawn_cpu')}\n"
+    more = (
+        f"In 5 %, {slower} of {count} layers take longer than torch. Budgets that were exceeded: "
     )
+    return shown("recurrent_drawn_cpu", head, rows, f"{more}{over}. ")
 
 
 def small_cells() -> str:
     found = results("small_cells_cpu")["rows"]
     keys = [f"{way} {share}" for way in ("as it is", "compiled") for share in ("50%", "10%", "5%")]
     keys.insert(3, "compiled no budget")
-    rows = [
-        [row["cell"], time(row["plain_ms"])]
-        + [f"{row['ratios'][key]:.2f}" if key in row["ratios"] else "refused" for key in keys]
-        for row in found
-    ]
-    return table(["cell", "plain loop", *keys], rows) + "\n" + source("small_cells_cpu") + "\n"
+    rows = [[row["cell"], time(row["plain_ms"]), *ratios(row, keys)] for row in found]
+    return shown("small_cells_cpu", ["cell", "plain loop", *keys], rows)
 
 
 def gated_cells() -> str:
@@ -220,34 +240,23 @@ def gated_cells() -> str:
     rows = []
     for row in found:
         inputs, size, batch, steps = row["shape"]
-        told = [f"{row['ratios'][key]:.2f}" if key in row["ratios"] else "refused" for key in keys]
         name = f"{row['cell']} {inputs}→{size}, B={batch}, T={steps}"
-        rows.append([name, time(row["plain_ms"]), *told])
+        rows.append([name, time(row["plain_ms"]), *ratios(row, keys)])
     columns = [[row["ratios"][key] for row in found if key in row["ratios"]] for key in keys]
     for name, of in (("mean", statistics.geometric_mean), ("worst", max)):
         rows.append([f"*{name}*", "", *(f"{of(column):.2f}" for column in columns)])
     worst = max(max(row["worst_difference"].values()) for row in found)
-    return (
-        table(["cell", "plain loop", *keys], rows)
-        + f"\nGradients differ from the loop's by at most {worst:.0e}, relative to their norms. "
-        f"{source('gated_cells_cpu')}\n"
-    )
+    more = f"Gradients differ from the loop's by at most {worst:.0e}, relative to their norms. "
+    return shown("gated_cells_cpu", ["cell", "plain loop", *keys], rows, more)
 
 
 def first_call() -> str:
-    rows = [
-        [
-            row["what"],
-            row["budget"],
-            time(1e3 * row["plain"]),
-            f"{row['first'] / row['plain']:.2f}×",
-            f"{row['allowed'] / row['plain']:.2f}×",
-            f"{row['later'] / row['plain']:.2f}×",
-        ]
-        for row in results("first_call_cpu")["rows"]
-    ]
+    rows = []
+    for row in results("first_call_cpu")["rows"]:
+        told = [f"{row[key] / row['plain']:.2f}×" for key in ("first", "allowed", "later")]
+        rows.append([row["what"], row["budget"], time(1e3 * row["plain"]), *told])
     head = ["what", "budget", "plain iteration", "first call", "aimed at", "later call"]
-    return table(head, rows) + "\n" + source("first_call_cpu") + "\n"
+    return shown("first_call_cpu", head, rows)
 
 
 def resident() -> str:
@@ -269,7 +278,7 @@ def resident() -> str:
             f"{plain['seconds'] / first['torch']['seconds']:.2f}×",
         ])  # fmt: skip
     head = ["environment", "within 200 MiB", "first call", "time", "torch", "time"]
-    return table(head, rows) + "\n" + source("resident_cpu") + "\n"
+    return shown("resident_cpu", head, rows)
 
 
 def chain_least() -> str:
@@ -279,26 +288,26 @@ def chain_least() -> str:
         least = f"{size(row['least'])}, {row['least'] / row['ordinary']:.0%}"
         rows.append([row["network"], size(row["ordinary"]), *cells, least])
     head = ["network", "ordinary", "seen at a half", "at a quarter", "the least"]
-    return table(head, rows) + "\n" + source("chain_least_cpu") + "\n"
+    return shown("chain_least_cpu", head, rows)
 
 
 def jax_scan() -> str:
     shares = ("50%", "20%", "10%", "5%", "1%")
     rows, beside, beyond, more = [], [], [], 0.0
     for row in results("jax_scan_cpu")["rows"]:
-        ratios, held = row["ratios"], row["bytes"]
-        cells = [f"{ratios[s]:.2f}" if s in ratios else "refused" for s in shares]
-        nested = [k for k in ratios if k.startswith("nested")]
-        best = min(nested, key=ratios.__getitem__)
+        taken, held = row["ratios"], row["bytes"]
+        cells = ratios(row, shares)
+        nested = [k for k in taken if k.startswith("nested")]
+        best = min(nested, key=taken.__getitem__)
         pairs = [(k, f"as {k}") for k in nested]
-        pairs += [(k, k.replace("equinox ", "") + " checkpoints") for k in ratios if k[:3] == "equ"]
-        beside += [(ratios[ours] / ratios[k], row["work"], k) for k, ours in pairs]
-        beyond += [(ratios[k] / cost, row["work"], k) for k, cost in row["predicted"].items()]
+        pairs += [(k, k.replace("equinox ", "") + " checkpoints") for k in taken if k[:3] == "equ"]
+        beside += [(taken[ours] / taken[k], row["work"], k) for k, ours in pairs]
+        beyond += [(taken[k] / cost, row["work"], k) for k, cost in row["predicted"].items()]
         more = max(more, *(held[f"as {k}"] / held[k] for k in nested))
-        both = f"{ratios[best]:.2f}; {ratios['as ' + best]:.2f}"
-        other = f"{ratios['equinox 10']:.2f}; {ratios['10 checkpoints']:.2f}"
-        taken = f"{size(held['lax'])} → {size(held['5%'])}"
-        rows.append([row["work"], time(row["lax_ms"]), taken, *cells, both, other])
+        both = f"{taken[best]:.2f}; {taken['as ' + best]:.2f}"
+        other = f"{taken['equinox 10']:.2f}; {taken['10 checkpoints']:.2f}"
+        sizes = f"{size(held['lax'])} → {size(held['5%'])}"
+        rows.append([row["work"], time(row["lax_ms"]), sizes, *cells, both, other])
     head = ["work", "`lax.scan`", "at 5%", *shares, "nested; ours", "equinox; ours"]
     nested, others = ([b for b in beside if b[2][:3] == kind] for kind in ("nes", "equ"))
     (worst, work, way), (most, where, what) = max(nested), max(others)
@@ -323,19 +332,17 @@ def jax_compiling() -> str:
         for row in results("jax_scan_cpu")["compiling"]
     ]  # fmt: skip
     head = ["steps", "way", "compiling", "lines of the program"]
-    return table(head, rows) + "\n" + source("jax_scan_cpu") + "\n"
+    return shown("jax_scan_cpu", head, rows)
 
 
 def other_people() -> str:
-    rows = []
-    for row in results("other_people_cpu")["rows"]:
-        cells = [
-            f"{row['ratios'][s]:.2f}" if s in row["ratios"] else "refused"
-            for s in ("50%", "10%", "5%")
-        ]
-        rows.append([row["cell"], time(row["plain_ms"]), *cells, "yes" if row["bitwise"] else "no"])
-    head = ["cell", "plain loop", "50%", "10%", "5%", "same bits"]
-    return table(head, rows) + "\n" + source("other_people_cpu") + "\n"
+    shares = ("50%", "10%", "5%")
+    rows = [
+        [row["cell"], time(row["plain_ms"]), *ratios(row, shares), ("no", "yes")[row["bitwise"]]]
+        for row in results("other_people_cpu")["rows"]
+    ]
+    head = ["cell", "plain loop", *shares, "same bits"]
+    return shown("other_people_cpu", head, rows)
 
 
 def library_models() -> str:
@@ -358,30 +365,21 @@ def library_models() -> str:
         model = row["model"] + ("" if "plain" in row["bitwise"] else " (its own bits vary)")
         rows.append([model, plain, f"{covered:.0%}", *cells, other])
     head = ["model", "as it is", "covered", *shares, "checkpoint around each block"]
-    return table(head, rows) + "\n" + source("library_models_cpu") + "\n"
+    return shown("library_models_cpu", head, rows)
 
 
 def called_layers() -> str:
     rows = []
+    shares = ("65%", "50%", "30%", "20%", "11%")
     for row in results("called_layers_cpu")["rows"]:
         cells = []
-        for way in ("65%", "50%", "30%", "20%", "11%", "checkpoint", "as checkpoint"):
+        for way in (*shares, "checkpoint", "as checkpoint"):
             told = f"{row['ratio'][way]:.2f}" if way in row["ratio"] else "refused"
             cells.append(told + (f" ({row['share'][way]:.0%})" if way == "checkpoint" else ""))
         whole = f"{time(row['ordinary_ms'])}, {size(row['ordinary_bytes'])}"
         rows.append([row["model"], whole, *cells])
-    head = [
-        "model",
-        "as it is",
-        "65%",
-        "50%",
-        "30%",
-        "20%",
-        "11%",
-        "checkpoint",
-        "ours in its bytes",
-    ]
-    return table(head, rows) + "\n" + source("called_layers_cpu") + "\n"
+    head = ["model", "as it is", *shares, "checkpoint", "ours in its bytes"]
+    return shown("called_layers_cpu", head, rows)
 
 
 def scan_backward() -> str:
@@ -401,28 +399,19 @@ def scan_backward() -> str:
             *cells,
             f"{ways['100%']['step_speedup']:.2g}×",
         ])  # fmt: skip
-    head = [
-        "network, B = 16",
-        "torch's backward pass",
-        '`memory="100%"`',
-        '`backward="scan"`',
-        "both passes",
-    ]
-    return table(head, rows) + "\n" + source("scan_backward_cpu") + "\n"
+    ways = '`memory="100%"`', '`backward="scan"`'
+    head = ["network, B = 16", "torch's backward pass", *ways, "both passes"]
+    return shown("scan_backward_cpu", head, rows)
 
 
 def planner() -> str:
     def told(taken: float) -> str:
         return f"{1e6 * taken:.2g} µs" if taken < 1e-3 else f"{taken:.2g} s"
 
-    rows = [
-        [
-            r["name"],
-            told(r["seconds"]),
-            f"{r['peer']} {told(r['peer_seconds'])}" if r.get("peer") else "",
-        ]
-        for r in results("planner")["results"]
-    ]
+    rows = []
+    for r in results("planner")["results"]:
+        other = f"{r['peer']} {told(r['peer_seconds'])}" if r.get("peer") else ""
+        rows.append([r["name"], told(r["seconds"]), other])
     for length in (100, 200, 400):
         found = [r for r in results("chain_planner")["results"] if r["layers"] == length]
         gap = f"at most {max(r['gap'] for r in found):.1%} above the proven bound"
@@ -455,7 +444,7 @@ def chain_networks() -> str:
         "network", "least memory (`checkpoint_sequential`'s)", "measured peak ÷ budget, at most",
         "measured ÷ predicted seconds", "`checkpoint_sequential`'s time ÷ ours",
     ]  # fmt: skip
-    return table(head, rows) + "\n" + source("chain_networks_cpu") + "\n"
+    return shown("chain_networks_cpu", head, rows)
 
 
 def sparse_jacobians() -> str:
@@ -468,9 +457,8 @@ def sparse_jacobians() -> str:
     head = ["VGG-11's first", "zeros", "analytic", "autograd, a column at a time", "ratio"]
     told = []
     for pruned, samples in sorted({(p["pruned"], p["samples"]) for p in found["products"]})[::-1]:
-        products = [
-            p for p in found["products"] if (p["pruned"], p["samples"]) == (pruned, samples)
-        ]
+        kind = pruned, samples
+        products = [p for p in found["products"] if (p["pruned"], p["samples"]) == kind]
         ours, theirs = (sum(p[k] for p in products) for k in ("plan_seconds", "scipy_seconds"))
         ratios = [p["ratio"] for p in products]
         told.append(
@@ -492,7 +480,7 @@ def rank_jacobians() -> str:
         keys = ("sweep_seconds", "columns_seconds", "slopes_seconds")
         rows.append([name, *(time(1e3 * r[key]) for key in keys)])
     head = ["a rank's", "a sweep", "J, a backward pass a column", "J from slopes"]
-    return table(head, rows) + "\n" + source("rank_jacobians_cpu") + "\n"
+    return shown("rank_jacobians_cpu", head, rows)
 
 
 def ranks_memory() -> str:
@@ -502,7 +490,7 @@ def ranks_memory() -> str:
     for asked, name in ((None, "ordinary"), ("10%", '`memory="10%"` on each')):
         held = {r["ranks"]: max(r["held_bytes"]) for r in found if r["memory"] == asked}
         rows.append([name, *(size(held[n]) for n in ranks)])
-    return table(["ranks", *map(str, ranks)], rows) + "\n" + source("ranks_memory_cpu") + "\n"
+    return shown("ranks_memory_cpu", ["ranks", *map(str, ranks)], rows)
 
 
 def million_steps() -> str:
@@ -527,9 +515,8 @@ def recipes() -> str:
         told = [f"{key} {version}" for key, version in row["packages"].items()]
         saved = 1 - row["after_bytes"] / row["before_bytes"]
         if "after_right" in row:
-            time_ratio = (
-                f"as many seconds; {row['before_right']:.0%} → {row['after_right']:.0%} right"
-            )
+            right = f"{row['before_right']:.0%} → {row['after_right']:.0%} right"
+            time_ratio = f"as many seconds; {right}"
         else:
             time_ratio = f"{row['after_ms'] / row['before_ms']:.2f}×"
         peaks = f"{size(row['before_bytes'])} → {size(row['after_bytes'])}"
@@ -537,7 +524,7 @@ def recipes() -> str:
             name, row["before"], row["after"], peaks, f"{saved:.0%}", time_ratio, *(told or ["–"])
         ])  # fmt: skip
     head = ["recipe", "from", "to", "peak of an iteration", "saved", "time", "beside torch"]
-    return table(head, rows) + "\n" + source("recipes_cpu") + "\n"
+    return shown("recipes_cpu", head, rows)
 
 
 def examples() -> str:
@@ -622,16 +609,10 @@ def lean_front() -> str:
 def lean_beside() -> str:
     found = results("lean_cpu")["beside"]
     ways = [key for key in found[0] if key not in ("model", "ordinary")]
-    rows = [
-        [
-            way,
-            *(
-                f"{row[way]['memory']:.2f}, {row[way]['time']:.2f}×" if way in row else "fails"
-                for row in found
-            ),
-        ]
-        for way in ways
-    ]
+    rows = []
+    for way in ways:
+        both = [row[way].values() if way in row else () for row in found]
+        rows.append([way, *("{:.2f}, {:.2f}×".format(*one) if one else "fails" for one in both)])
     return table(["memory, time", *(row["model"] for row in found)], rows)
 
 

@@ -1,36 +1,35 @@
-"""Claim: resident memory follows a budget if the C library returns or reuses released memory.
+"""What the process holds: of a chain by allocators, and of a million steps; what checks cost.
 
-A chain of 74 layers (convolution, batch normalisation, ReLU; 96 by 96 pixels, 16 samples) is
-trained in fresh processes: as torch runs it, and within 200 MiB. Each process has one allocator:
-glibc's with its own settings, glibc's with other settings, or another library that is preloaded.
-*Resident* is the peak growth of the resident set over iterations 3 to 8. It counts from the
-resident set after tiny iterations of both kinds. Linux records the peak itself, so nothing is
-sampled.
-
-    python benchmarks/resident.py     # JSON into benchmarks/results/; six minutes
-    apt-get install libjemalloc2 libtcmalloc-minimal4 libmimalloc2.0   # skipped where absent
+python benchmarks/resident.py chain           # JSON into benchmarks/results/
+python benchmarks/resident.py million_steps --length 20000   # a quick look
+apt-get install libjemalloc2 libtcmalloc-minimal4 libmimalloc2.0   # skipped where absent
 """
 
-import json
-import os
+import ctypes
+import gc
+import platform
 import statistics
-import subprocess
-import sys
-import time
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from ctypes.util import find_library
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
 import retrograde as rg
+from harness import Row, Run, Script, fresh, seconds
+from oracles.chained import layers_of_74
+from oracles.timed_programs import CHECKED, HIDDEN, SAMPLES, Task, write_inputs
 from retrograde.machine import machine_of
 
-RESULTS = Path(__file__).parent / "results"
-BUDGET, CHANNELS, SIZE, BATCH = 200 << 20, 32, 96, 16
+script = Script()
+BUDGET, SIZE, BATCH = 200 << 20, 96, 16
 WARM, TIMED = 2, 6
-
 _MAPPED = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"}
 # How each allocator is chosen, by the environment; "preload" names a library.
 ALLOCATORS: dict[str, dict[str, str]] = {
@@ -41,16 +40,6 @@ ALLOCATORS: dict[str, dict[str, str]] = {
     "tcmalloc": {"preload": "tcmalloc_minimal"},
     "mimalloc": {"preload": "mimalloc"},
 }
-
-
-def chain() -> list[nn.Module]:
-    """74 layers."""
-    triples = (
-        (nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1), nn.BatchNorm2d(CHANNELS), nn.ReLU())
-        for _ in range(24)
-    )
-    first = nn.Conv2d(3, CHANNELS, 3, padding=1)
-    return [first, *(layer for triple in triples for layer in triple), nn.AdaptiveAvgPool2d(1)]
 
 
 def status(field: str) -> int:
@@ -65,7 +54,7 @@ def trained(budget: int | None) -> dict[str, Any]:
     """Seconds and resident growth of iterations in this process."""
     torch.set_num_threads(2)
     torch.manual_seed(0)
-    layers = chain()
+    layers = layers_of_74()
     net: nn.Module = (
         nn.Sequential(*layers) if budget is None else rg.Sequential(*layers, memory=budget)
     )
@@ -73,69 +62,191 @@ def trained(budget: int | None) -> dict[str, Any]:
         tiny(torch.randn(2, 3, 16, 16)).sum().backward()  # libraries and kernels are loaded
     x = torch.randn(BATCH, 3, SIZE, SIZE)
 
-    def iteration() -> float:
-        net.zero_grad(set_to_none=True)
-        start = time.perf_counter()
+    def iteration() -> None:
         net(x).square().sum().backward()
-        return time.perf_counter() - start
+
+    def timed() -> float:
+        net.zero_grad(set_to_none=True)
+        return seconds(iteration)
 
     before = status("VmRSS")
-    first = iteration()
+    first = timed()
     of_first = status("VmHWM") - before
     for _ in range(WARM - 1):
-        iteration()
+        timed()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    seconds = [iteration() for _ in range(TIMED)]
+    taken = [timed() for _ in range(TIMED)]
     return {
-        "seconds": statistics.median(seconds),
+        "seconds": statistics.median(taken),
         "first_seconds": first,
         "resident_bytes": status("VmHWM") - before,
         "resident_bytes_of_first": of_first,
-        "counted_bytes": rg.measure(iteration).working_bytes,
+        "counted_bytes": rg.measure(timed).working_bytes,
     }
 
 
-def in_a_fresh_process(budget: int | None, environment: dict[str, str]) -> dict[str, Any]:
+def by_allocator(name: str) -> Row | None:
+    """Both sides in fresh processes with one allocator, if it is installed."""
+    environment = ALLOCATORS[name]
     own = {key: value for key, value in environment.items() if key != "preload"}
     if "preload" in environment:
-        own["LD_PRELOAD"] = str(find_library(environment["preload"]))
-    command = [sys.executable, __file__, str(budget or 0)]
-    run = subprocess.run(
-        command, capture_output=True, text=True, check=True, env={**os.environ, **own}
-    )
-    return dict(json.loads(run.stdout))
+        own["LD_PRELOAD"] = str(find_library(environment["preload"]) or "")
+        if not own["LD_PRELOAD"]:
+            return None
+    found = {way: fresh(trained, size, **own) for way, size in (("torch", None), ("ours", BUDGET))}
+    return {"allocator": name, "environment": environment, **found}
 
 
-def main() -> None:
-    rows: list[dict[str, Any]] = []
-    chosen = {
-        name: environment
-        for name, environment in ALLOCATORS.items()
-        if "preload" not in environment or find_library(environment["preload"])
+@script.table("resident_cpu")
+def chain(run: Run) -> None:
+    """Claim: resident memory follows a budget if the C library returns or reuses freed memory.
+
+    A chain of 74 layers is trained in fresh processes: as torch runs it, and within 200 MiB. Each
+    process has one allocator: glibc's with its own settings or others, or a library that is
+    preloaded. *Resident* is the peak growth of the resident set over iterations 3 to 8, from its
+    size after tiny iterations of both kinds. Linux records the peak itself.
+    """
+    run.write(budget_bytes=BUDGET, rows=run.rows(ALLOCATORS.keys(), by_allocator, "torch", "ours"))
+
+
+def resident_bytes() -> int:
+    """Return the resident bytes of this process, without the pages of mapped files.
+
+    Swapped pages are included: a system short of memory swaps pages out, and a garbage collection
+    brings them back.
+    """
+    return status("RssAnon:") + status("VmSwap:")
+
+
+def trimmed_bytes() -> int:
+    """Return the resident bytes after the C library has returned its free pages."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    return resident_bytes()
+
+
+def sampled(call: Callable[[], object]) -> tuple[object, float, int, int]:
+    """Return a call's result, its seconds, and the growth of the resident set.
+
+    The growth is given twice: at its most, and at the end, when free pages are returned.
+    """
+    stop, most = threading.Event(), [0]
+    before = trimmed_bytes()
+
+    def watch() -> None:
+        while not stop.wait(0.02):
+            most[0] = max(most[0], resident_bytes() - before)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    value: list[object] = []
+    try:
+        taken = seconds(lambda: value.append(call()))
+    finally:
+        stop.set()
+        watcher.join()
+    return value[0], taken, most[0], trimmed_bytes() - before
+
+
+def streamed(length: int, memory: str, exact: int, path: Path) -> dict[str, object]:
+    """Return all results for one file."""
+    task = Task(write_inputs(path, length))
+    exact = min(exact, length)
+    task.bptt(memory, min(3000, length - 1))  # what is loaded and compiled once
+    plain, plain_seconds, plain_growth, _ = sampled(task.forward)
+    (total, forward_steps), first_seconds, first_growth, _ = sampled(lambda: task.bptt(memory))
+    first = [p.grad for p in task.parameters()]
+    task.losses = 0
+    _, seconds, growth, left = sampled(lambda: task.bptt(memory))
+    losses = task.losses / length
+    assert all(torch.equal(a, p.grad) for a, p in zip(first, task.parameters(), strict=True))
+    task.bptt(memory, exact)
+    task.clear()
+    exact_bytes = rg.measure(lambda: task.bptt(memory, exact)).working_bytes
+    return {
+        "length": length,
+        "hidden": HIDDEN,
+        "batch": SAMPLES,
+        "memory": memory,
+        "input_bytes": task.x.nbytes,
+        "loss": total,
+        "loss_of_forward": plain,
+        "forward_seconds": plain_seconds,
+        "bptt_seconds": seconds,
+        "bptt_first_call_seconds": first_seconds,
+        "time_against_forward": seconds / plain_seconds,
+        "forward_steps_per_step": forward_steps / length,
+        "losses_per_step": losses,
+        "exact_steps": exact,
+        "exact_peak_bytes": exact_bytes,
+        "resident_growth_bytes": growth,
+        "resident_growth_bytes_after_trim": left,
+        "resident_growth_bytes_of_first_call": first_growth,
+        "resident_growth_bytes_of_forward": plain_growth,
     }
-    for name in ALLOCATORS.keys() - chosen.keys():
-        print(f"{name}: skipped, the library is not installed")
-    for name, environment in chosen.items():
-        sides = {"torch": None, "ours": BUDGET}
-        found = {side: in_a_fresh_process(budget, environment) for side, budget in sides.items()}
-        rows.append({"allocator": name, "environment": environment, **found})
-        ours, plain = found["ours"], found["torch"]
-        print(
-            f"{name:40} resident {ours['resident_bytes'] / BUDGET:5.2f} × the budget, "
-            f"in the first call {ours['resident_bytes_of_first'] / BUDGET:5.2f} × "
-            f"(torch {plain['resident_bytes'] / 2**20:6.0f} MiB), "
-            f"{ours['seconds'] / rows[0]['ours']['seconds']:.2f} × the seconds under glibc "
-            f"(torch {plain['seconds'] / rows[0]['torch']['seconds']:.2f}), "
-            f"counted {ours['counted_bytes'] / 2**20:.0f} MiB",
-            flush=True,
-        )
-    document = {"machine": machine_of(torch.device("cpu")), "budget_bytes": BUDGET, "rows": rows}
-    path = RESULTS / "resident_cpu.json"
-    path.write_text(json.dumps(document, ensure_ascii=False) + "\n")
+
+
+@script.table("million_steps_cpu", length=10**6, memory="4MiB", exact=20_000)
+def million_steps(run: Run) -> None:
+    """Claim: a million steps of an LSTM go back within 4 MiB, each step run under 3 times.
+
+    An LSTM runs over 10⁶ steps of a memory-mapped file, and its loss predicts the next input: a
+    plain forward pass, then ``retrograde.bptt``. The first call of that also measures and plans.
+    The profiler keeps an event for each allocation, which is too many for 10⁶ steps. So the exact
+    peak is measured on ``--exact`` steps within the same budget, where the schedule fills the same
+    memory. At full length, the resident set is sampled instead, counted from its size after a
+    warm-up. It also has the schedule, Python's objects, and free pages between others.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        found = streamed(run.length, run.memory, run.exact, Path(folder) / "x.npy")
+    print(found)
+    run.write({**machine_of("cpu"), "python": platform.python_version()}, results=found)
+
+
+@contextmanager
+def unchecked() -> Iterator[None]:
+    """Patch fingerprints out in a block: everything has the same, at no cost."""
+    from retrograde.models.rows import checks, rerun_arguments
+    from retrograde.run import prints
+
+    with ExitStack() as stack:
+        for module in (rerun_arguments, checks, prints):
+            # Not a Mock, whose call takes as long as a fingerprint.
+            patch = mock.patch.multiple(module, fingerprint=lambda *_: 0, verify=lambda *_: None)
+            stack.enter_context(patch)
+        yield
+
+
+@script.table("checks_cpu", rounds=25)
+def checks(run: Run) -> None:
+    """Claim: the checks of reruns cost some percent of an iteration, at most.
+
+    Each iteration (forward and backward) is timed as it is, and with fingerprints patched out, in
+    turn in one process. Without them nothing is hashed, noted or compared; all else is the same.
+    """
+    rows = run.old().get("rows", {})
+    for name, make in CHECKED.items():
+        if run.only in name:
+            torch.manual_seed(0)
+            rows[name] = both(make(), run.rounds)
+            print(name, rows[name], flush=True)
+    run.write(rounds=run.rounds, rows=rows)
+
+
+def both(call: Callable[[], Any], rounds: int) -> Row:
+    """An iteration with its checks and without, in turn."""
+    call(), call()
+    checked, plain = [], []
+    for _ in range(rounds):
+        checked.append(seconds(call))
+        with unchecked():
+            plain.append(seconds(call))
+    return {
+        "seconds": statistics.median(checked),
+        "seconds_unchecked": statistics.median(plain),
+        "ratio": statistics.median(a / b for a, b in zip(checked, plain, strict=True)),
+    }
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        print(json.dumps(trained(int(sys.argv[1]) or None)))
-    else:
-        main()
+    script.main()

@@ -98,7 +98,7 @@ def test_the_counts_are_those_of_the_code(gpu, monkeypatch):
     written = json.loads((BENCHMARKS / "results" / "gpu_expected.json").read_text())["sections"]
     for section in ("budgets", "grid", "backward"):
         assert json.loads(json.dumps(gpu.expected_of(section))) == written[section]
-    work = gpu.recurrent_grid.Work("GRU", 3, 5, 2, 7, {"num_layers": 2, "bidirectional": True})
+    work = gpu.recurrent.Work("GRU", 3, 5, 2, 7, {"num_layers": 2, "bidirectional": True})
     assert gpu.forward_flops(work) == 2 * 7 * 2 * 3 * 5 * 2 * ((3 + 5) + (10 + 5))
     monkeypatch.setitem(gpu.NETWORKS, "linear", (lambda: [nn.Linear(7, 5)], (3, 7)))
     told = gpu.counted_network("linear")
@@ -107,8 +107,8 @@ def test_the_counts_are_those_of_the_code(gpu, monkeypatch):
 
 
 def test_the_grid_computes_one_gradient(gpu):
-    work = gpu.recurrent_grid.Work("LSTM", 4, 8, 2, 60)
-    contest = gpu.recurrent_grid.Contest(work, "cpu", ("50%",))
+    work = gpu.recurrent.Work("LSTM", 4, 8, 2, 60)
+    contest = gpu.recurrent.Contest(work, "cpu", ("50%",))
     assert set(contest.runs) == {"torch", "50%"}
     found = []
     for net in contest.nets:

@@ -52,6 +52,7 @@ ROOMS = {
 }
 MOST_LINES = 450  # of a file
 LONG = set()
+MOST_SCRIPTS, MOST_SCRIPT_LINES = 18, 5000  # of the benchmarks
 
 
 def imports(path):
@@ -104,6 +105,15 @@ def test_no_room_grows():
 def test_a_file_is_read_in_a_sitting():
     names = {str(p.relative_to(PACKAGE)) for p in PACKAGE.rglob("*.py") if lines_of(p) > MOST_LINES}
     assert names == LONG
+
+
+def test_benchmarks_are_few_and_each_is_named_where_one_looks():
+    scripts = sorted((ROOT / "benchmarks").glob("*.py"))
+    assert len(scripts) <= MOST_SCRIPTS
+    assert sum(map(lines_of, scripts)) <= MOST_SCRIPT_LINES
+    pages = [ROOT / "Makefile", *(ROOT / "docs").glob("*.md")]
+    text = "".join(page.read_text() for page in pages)
+    assert [path.name for path in scripts if f"benchmarks/{path.name}" not in text] == []
 
 
 def modules(path):

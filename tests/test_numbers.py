@@ -1,7 +1,6 @@
 """No measured number is written by hand: pages show what the benchmarks' JSON says."""
 
 import importlib.util
-import re
 from pathlib import Path
 
 import pytest
@@ -26,8 +25,7 @@ def test_every_block_is_shown_somewhere_and_every_result_has_its_script():
     }
     assert shown == set(numbers.BLOCKS)
     for path in (ROOT / "benchmarks" / "results").glob("*.json"):
-        script = re.sub("_(cpu|avx2|cuda)$|(?<=^gpu)_.*", "", path.stem)
-        assert (ROOT / "benchmarks" / f"{script}.py").is_file(), path.name
+        assert (ROOT / numbers.script_of(path.stem)).is_file(), path.name
 
 
 def test_the_verdicts_on_wangs_speed_are_those_of_the_card():

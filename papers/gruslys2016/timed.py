@@ -3,8 +3,7 @@
 The paper's case: an LSTM from 256 to 256, batch 64, forward and backward of one gradient step, HSM
 with as many hidden states as in figure 2(a). The numbers drawn are those of the file
 ``data/figure_2b.json`` unless others are given; its machine is named in the picture.
-``benchmarks/figure_2b.py`` makes such a file, by
-:func:`gruslys2016.measured.measure_seconds`.
+:mod:`gruslys2016.processes` makes such a file, by :func:`gruslys2016.measured.measure_seconds`.
 """
 
 import json

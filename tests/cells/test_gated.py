@@ -15,42 +15,12 @@ from torch.nn.utils import parametrizations
 import retrograde as rg
 from oracles.hooks import CHANGES, Changed
 from oracles.loops import assert_near, gradients, least, leaves_of, loop
+from oracles.own_cells import LIF, MGU
+from oracles.own_cells import PeepholeLSTM as Peephole
 from retrograde.cells.gated import GatedCore
 from retrograde.kernels.cpu import formulas
 
 DOUBLE = torch.float64
-
-
-class Peephole(rg.GatedCell):
-    gates, states, units = 4, 2, 3
-
-    @staticmethod
-    def step(i, f, g, o, h, c, p_i, p_f, p_o):
-        c = torch.sigmoid(f + p_f * c) * c + torch.sigmoid(i + p_i * c) * torch.tanh(g)
-        return torch.sigmoid(o + p_o * c) * torch.tanh(c), c
-
-
-class MGU(rg.GatedCell):
-    """Zhou et al. 2016, with the gate applied after the product, as in torch's GRU."""
-
-    gates, split = 2, 1
-
-    @staticmethod
-    def step(f, x, u, h):
-        f = torch.sigmoid(f)
-        return (1 - f) * h + f * torch.tanh(x + f * u)
-
-
-class LIF(rg.GatedCell):
-    """A spiking neuron with a surrogate slope, and a time constant for each unit."""
-
-    gates, states, units = 1, 2, 1
-
-    @staticmethod
-    def step(i, s, v, beta):
-        v = torch.sigmoid(beta) * v * (1 - s) + i
-        soft = torch.sigmoid(4 * (v - 1))
-        return torch.heaviside((v - 1).detach(), (0 * v).detach()) + (soft - soft.detach()), v
 
 
 class LSTM(rg.GatedCell):

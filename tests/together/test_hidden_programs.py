@@ -1,21 +1,16 @@
 """Programs that depend on something hidden are exact, or refused by an error of ours (rule 11).
 
-The programs are in ``oracles/hidden_programs.py``. ``benchmarks/hidden_programs.py`` runs all of
-them in all ways; here are those that were once wrong in silence, raw errors, or left effects.
+The programs are in ``oracles/hidden_programs.py``. ``benchmarks/drawn.py`` runs all of them in all
+ways; here are those that were once wrong in silence, raw errors, or left effects.
 """
 
-import importlib
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 
 import retrograde as rg
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-run = importlib.import_module("hidden_programs").run
+from oracles.hidden_trials import run
 
 CASES = [
     ("a Function whose context holds a count", "unroll", "exact"),

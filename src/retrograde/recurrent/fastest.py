@@ -2,7 +2,7 @@
 
 A plan of few, long ranges wins where calls are expensive. A plan of little recomputation wins where
 steps are. Which kernel is the fastest depends on both. The costs are nominal: they are what
-``benchmarks/range_costs.py`` measured once, and not the user's machine. So a budget gives the same
+``benchmarks/layers.py`` measured once, and not the user's machine. So a budget gives the same
 schedule, and the same sums, on every run. In microseconds, for layers of W weights:
 
     forward step  = step + flops / rate
