@@ -1,8 +1,6 @@
 """Layers in a chain within a budget, beside checkpoints around them.
 
-python benchmarks/chains.py networks                # JSON into benchmarks/results/
 python benchmarks/chains.py networks --device cuda  # beside torch.compile's memory budget, too
-python benchmarks/chains.py networks --quick        # small and once; nothing is written
 """
 
 import copy
@@ -24,7 +22,6 @@ from oracles.chained import GROUP, Loop, encoder, mixer, resnet18, tiny
 from retrograde_papers import networks as papers
 
 script = Script()
-
 
 Network = tuple[Callable[[], list[nn.Module]], tuple[int, ...]]
 NETWORKS: dict[str, Network] = {
@@ -242,6 +239,8 @@ CALLED: dict[str, Network] = {
     "8 encoder layers of 256, B=8, 128 tokens": (lambda: encoder(8, 256), (8, 128, 256)),
     "ResNet-18, B=32, 32×32": (resnet18, (32, 3, 32, 32)),
     "64 blocks of 64 units, B=64": (tiny, (64, 64)),
+    "16 steps of 12 encoder layers of 128, B=8": (lambda: encoder(12, 128), (8, 64, 128)),
+    "96 steps of 4 encoder layers of 64, B=4": (lambda: encoder(4, 64), (4, 64, 64)),
 }
 
 
@@ -249,7 +248,8 @@ def called(name: str, rounds: int) -> Row:
     """One model in all ways."""
     torch.manual_seed(0)
     make, shape = CALLED[name]
-    plain, x = Loop(make()), torch.randn(shape)
+    steps = int(name.split()[0]) if "steps" in name else 1
+    plain, x = Loop(make(), steps=steps), torch.randn(shape)
     before = copy.deepcopy(plain.state_dict())
 
     def step(model: nn.Module) -> list[Tensor | None]:

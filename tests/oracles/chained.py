@@ -106,14 +106,21 @@ GROUP = 3  # layers that are checkpointed together
 
 
 class Loop(nn.Module):
-    """Layers in a loop; ``nested`` says how they are checkpointed: not, each, or in groups."""
+    """Layers in a loop; ``nested`` says how they are checkpointed: not, each, or in groups.
 
-    def __init__(self, layers: list[nn.Module], nested: int = 0) -> None:
+    With several ``steps`` it is a rollout, x ← x + 0.1 f(x).
+    """
+
+    def __init__(self, layers: list[nn.Module], nested: int = 0, steps: int = 1) -> None:
         super().__init__()
-        self.layers, self.nested = nn.ModuleList(layers), nested
+        self.layers, self.nested, self.steps = nn.ModuleList(layers), nested, steps
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.run(0, len(self.layers), x, self.nested)
+        if self.steps == 1:
+            return self.run(0, len(self.layers), x, self.nested)
+        for _ in range(self.steps):
+            x = x + 0.1 * self.run(0, len(self.layers), x, self.nested)
+        return x
 
     def run(self, start: int, stop: int, x: Tensor, nested: int) -> Tensor:
         if nested > 1:
