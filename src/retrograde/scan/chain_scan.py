@@ -29,6 +29,7 @@ from retrograde.scan.sparse.feedforward import (
 )
 from retrograde.scan.sparse.transposed import room
 from retrograde.sizes.cache import LRUCache
+from retrograde.torch_private import keeps_graph
 from retrograde.units import Memory, aligned, format_bytes
 
 #: How many choices are kept: one for each shape of a batch, and for each set of masks.
@@ -183,18 +184,12 @@ class _Scan(torch.autograd.Function):
                 "was released after the first: expected one backward pass; give "
                 "retain_graph=True to the first one"
             )
-        if not _keeps_graph():
+        if not keeps_graph():
             ctx.steps = None
         gradients = _gradients(steps, dy, ctx.choice, whole=ctx.whole)
         own = gradients[1:] if ctx.whole else gradients
         found = _of_parameters(steps, own, ctx.parameters)
         return (None, None, gradients[0] if ctx.whole else None, *found)
-
-
-def _keeps_graph() -> bool:
-    """Return whether the running backward pass keeps the graph."""
-    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)
-    return asked is None or bool(asked())
 
 
 def _gradients(

@@ -27,18 +27,13 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch._C._profiler import (
-    ProfilerActivity,
-    ProfilerConfig,
-    ProfilerState,
-    _EventType,
-    _ExperimentalConfig,
-)
 from torch.autograd import profiler
 
 from retrograde.machine import MEASURING, unpacked
 from retrograde.replay.switches import Switches
 from retrograde.sizes.cuda_history import Event, requests
+from retrograde.torch_private import EventType, profile_memory, stop_profiler
+from retrograde.torch_private import is_profiled as is_profiled_here
 from retrograde.units import format_bytes
 
 T = TypeVar("T")
@@ -192,8 +187,7 @@ def apart(fn: Callable[[], T], device: torch.device) -> T:
 
 def is_profiled() -> bool:
     """Return whether torch's profiler runs, in this thread or by the context manager."""
-    ours = torch._C._autograd._profiler_enabled()
-    return bool(ours or getattr(profiler, "_is_profiler_enabled", False))
+    return is_profiled_here() or bool(getattr(profiler, "_is_profiler_enabled", False))
 
 
 def _observe(
@@ -220,8 +214,7 @@ def _alone(fn: Callable[[], T], device: torch.device) -> tuple[T, int, int, list
         _synchronize(device)
     finally:
         stop_ns = time.time_ns()
-        torch._C._autograd._enable_record_function(True)
-        result = torch._C._autograd._disable_profiler()
+        result = stop_profiler()
     return value, start_ns, stop_ns, list(_allocations(result))
 
 
@@ -232,18 +225,14 @@ def _beside(
     events: list[Event] = []
 
     def call() -> tuple[T, int, int]:
-        config = ProfilerConfig(
-            ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig()
-        )
-        torch._C._autograd._enable_profiler_legacy(config)
-        torch._C._autograd._enable_record_function(False)
+        profile_memory(legacy=True)
         start_ns = time.time_ns()
         try:
             value = fn()
             _synchronize(device)
         finally:
             stop_ns = time.time_ns()
-            for thread in torch._C._autograd._disable_profiler_legacy():
+            for thread in stop_profiler(legacy=True):
                 events.extend(_paired(thread, start_ns, oldest))
         return value, start_ns, stop_ns
 
@@ -314,17 +303,11 @@ def _busiest(events: Sequence[Event]) -> torch.device:
 
 
 def _start_profiler() -> None:
-    """Start torch's profiler with memory events only; operations would slow it down."""
-    config = ProfilerConfig(
-        ProfilerState.KINETO, False, True, False, False, False, _ExperimentalConfig()
-    )
-    activities = {ProfilerActivity.CPU}
+    """Start torch's profiler, without its lines on the terminal."""
     level = os.environ.get("KINETO_LOG_LEVEL")
     os.environ["KINETO_LOG_LEVEL"] = level or "99"  # read once, at the library's first start
     try:
-        torch._C._autograd._prepare_profiler(config, activities)
-        torch._C._autograd._enable_profiler(config, activities)
-        torch._C._autograd._enable_record_function(False)
+        profile_memory()
     finally:
         if level is None:
             del os.environ["KINETO_LOG_LEVEL"]
@@ -351,7 +334,7 @@ def _blocks(events: Sequence[Event]) -> tuple[NDArray[np.int64], NDArray[np.int6
 
 def _allocations(result: Any) -> Iterator[Event]:
     for event in result.experimental_event_tree():  # operations, which have children, are not noted
-        if event.tag == _EventType.Allocation:
+        if event.tag == EventType.Allocation:
             fields = event.extra_fields
             place = fields.device
             yield Event(fields.alloc_size, fields.ptr, event.start_time_ns, place.type, place.index)

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from retrograde.torch_private import keeps_cuda_history
+
 
 class Event(NamedTuple):
     """An allocation, or with a negative size a release."""
@@ -35,7 +37,7 @@ def requests() -> Iterator[Callable[[], list[Event]]]:
         yield list
         return
     memory = torch.cuda.memory
-    kept = torch._C._cuda_isHistoryEnabled()
+    kept = keeps_cuda_history()
     if not kept:
         memory._record_memory_history("all", context=None)
     before = memory._snapshot()["device_traces"]

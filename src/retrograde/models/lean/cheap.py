@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from retrograde.torch_private import log_softmax, outputs_of, schema_of, softmax
+
 #: What an argument is: a tensor, a list of all tensors, an attribute of the node, or a fact of the
 #: result.
 TENSOR, LIST, ATTRIBUTE, RESULT = range(4)
@@ -66,7 +68,7 @@ def _cast(node: Any, nr: int, edges: Any) -> Operation | None:
     source, at = edges[0]
     if source is None:  # a view that was made without gradients, of a tensor that has one
         return None
-    stays = source._input_metadata[at].device == node._input_metadata[nr].device
+    stays = outputs_of(source)[at].device == outputs_of(node)[nr].device
     return CHEAP[node.name()] if stays else None
 
 
@@ -84,8 +86,8 @@ _OPERATORS = {
 _NORM = "Tensor input, Tensor? weight, Tensor? bias, "
 # Others: node, function, passes, its arguments.
 _FUNCTIONS: list[tuple[str, Callable[..., Any], float, str]] = [
-    ("Softmax", lambda x, dim: torch._softmax(x, dim, False), 3, "Tensor self, int dim"),
-    ("LogSoftmax", lambda x, dim: torch._log_softmax(x, dim, False), 3, "Tensor self, int dim"),
+    ("Softmax", lambda x, dim: softmax(x, dim, False), 3, "Tensor self, int dim"),
+    ("LogSoftmax", lambda x, dim: log_softmax(x, dim, False), 3, "Tensor self, int dim"),
     ("NativeBatchNorm", _normalized, 1,
      _NORM + "Tensor result1, Tensor result2, float eps"),
     ("CudnnBatchNorm", _normalized, 2,
@@ -139,7 +141,7 @@ for _passes, _names in _OPERATORS.items():
         _operator = getattr(_packet, _overload or "default")
         _add(_node, _operator, _passes, _operator._schema)
 for _node, _call, _passes, _text in _FUNCTIONS:
-    _add(_node, _call, _passes, torch._C.parse_schema(f"f({_text}) -> Tensor"))
+    _add(_node, _call, _passes, schema_of(f"f({_text}) -> Tensor"))
 
 #: Operations whose result has the type of all their arguments. Others have their first argument's.
 PROMOTING = {"Add", "Sub", "Mul", "Div", "Cat", "Stack"}

@@ -8,13 +8,13 @@ from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
-from torch._C import _autograd
 from torch.autograd.graph import saved_tensors_hooks
 
 from retrograde.errors import NotExactError, RetrogradeError
 from retrograde.models.lean.recipes import unpack
 from retrograde.models.lean.tape import LeanTape
 from retrograde.run.core import hooked
+from retrograde.torch_private import default_saved_hooks, saved_hooks_are_on
 from retrograde.units import format_bytes
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -125,9 +125,9 @@ def _why_not() -> str | None:
     """Return why a pass is left to ordinary autograd, or None."""
     if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():
         return "nothing is saved without gradients"
-    if not _autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+    if not saved_hooks_are_on():
         return "torch.func takes no hooks for saved tensors"
-    hooks = _autograd._top_saved_tensors_default_hooks(True)
+    hooks = default_saved_hooks(True)
     if hooks is None:
         return None
     nested = isinstance(getattr(hooks[0], "__self__", None), LeanTape)

@@ -26,6 +26,18 @@ from retrograde.models.lean.cheap import (
     STATISTICS,
     Operation,
 )
+from retrograde.torch_private import (
+    after_backward,
+    backward_pass,
+    below_autograd,
+    has_function_mode,
+    number_of,
+    outputs_of,
+    raw_saved,
+    without_autocast,
+    without_dispatch,
+    without_functions,
+)
 
 #: What starting an operation costs, in bytes written.
 START_BYTES = 64 * 1024
@@ -152,7 +164,7 @@ class Box:
     def let_go(self, recipe: "Recipe", value: Tensor) -> None:
         """Keep a recipe instead of a value."""
         turn = _turn(4)
-        with torch._C._DisableTorchDispatch(), torch._C._AutoDispatchBelowAutograd():
+        with without_dispatch(), below_autograd():
             self.recipe, self.seen, self.data = recipe, (turn, glance(value, turn)), None
 
     def _compare(self, name: str, result: Tensor) -> None:
@@ -160,8 +172,8 @@ class Box:
         turn, expected = self.seen
         found = glance(result, turn)
         compare = partial(_raise_if_unequal, found, expected, name, self.shape[0])
-        if isinstance(found, Tensor) and torch._C._current_graph_task_id() >= 0:
-            torch.autograd.Variable._execution_engine.queue_callback(compare)  # nobody waits
+        if isinstance(found, Tensor) and backward_pass() >= 0:
+            after_backward(compare)  # nobody waits
         else:
             compare()
 
@@ -178,15 +190,11 @@ def _raise_if_unequal(found: Any, expected: Any, name: str, size: torch.Size) ->
 
 def unpack(packed: Packed | Versioned) -> Tensor:
     """Return what was saved, computed again if it was let go."""
-    if torch._C._is_torch_function_mode_enabled():
-        with torch._C.DisableTorchFunction():
+    if has_function_mode():
+        with without_functions():
             return unpack(packed)
     if type(packed) is Packed and (packed.box.data is None or packed.shape is not packed.box.shape):
-        with (
-            torch._C._DisableTorchDispatch(),
-            torch._C._AutoDispatchBelowAutograd(),
-            torch._C._DisableAutocast(),
-        ):
+        with without_dispatch(), below_autograd(), without_autocast():
             return packed.open()
     return Versioned(*packed).open() if type(packed) is tuple else packed.open()
 
@@ -263,11 +271,11 @@ class Search:
         notes, edges = node.metadata, node.next_functions
         if operation.check is not None:
             operation = operation.check(node, nr, edges)
-        if operation is None or CHANGED in notes or node._sequence_nr() < self._first:
+        if operation is None or CHANGED in notes or number_of(node) < self._first:
             return None  # a node of before may have changed unseen
         if operation.name in ("Clone", "ToCopy") and not copied:
             return None  # its strides are not known
-        result, known = node._input_metadata[nr], notes.get(KNOWN, {})
+        result, known = outputs_of(node)[nr], notes.get(KNOWN, {})
         args: list[Any] = []
         keywords: dict[str, Any] = {}
         for kind, name, edge, keyword in operation.reads:
@@ -280,7 +288,7 @@ class Search:
                 arg = getattr(node, f"_saved_{name}", _UNKNOWN)
                 arg = known.get(name, _UNKNOWN) if arg is _UNKNOWN else _signed(arg)
             else:
-                saved = getattr(node, f"_raw_saved_{name}", None)
+                saved = raw_saved(node, name)
                 arg = self._saved(saved) if saved is not None else None
                 source, at = edges[edge] if edge < len(edges) else (None, 0)
                 if arg is None and source is not None:

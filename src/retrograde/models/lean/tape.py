@@ -17,7 +17,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch._C import _autograd
 from torch.compiler import is_compiling
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
@@ -33,6 +32,19 @@ from retrograde.models.lean.recipes import (
     Versioned,
     shape_of,
     unpack,
+)
+from retrograde.torch_private import (
+    address_of,
+    backward_pass,
+    base_of,
+    has_function_mode,
+    is_wrapped,
+    next_node,
+    number_of,
+    raw_saved,
+    side_stream,
+    without_functions,
+    without_subclasses,
 )
 
 #: What a byte is worth, in bytes written by an operation of one pass.
@@ -55,7 +67,7 @@ class LeanTape(TorchFunctionMode):
     def __init__(self, parameters_stay: bool, task: int = -1) -> None:
         super().__init__()
         self.kept, self.let_go = 0, Counter[str]()
-        self._parameters_stay, self._first = parameters_stay, _autograd._get_sequence_nr()
+        self._parameters_stay, self._first = parameters_stay, next_node()
         self._boxes: dict[int, ref[Box]] = {}  # by the address of the storage
         self._gone: list[ref[Box]] = []
         self._pending: list[Box] = []  # let go, and perhaps not released yet
@@ -85,8 +97,8 @@ class LeanTape(TorchFunctionMode):
                 for one in first if isinstance(first, (list, tuple)) else ():
                     self._changed(one, False)
             return result
-        newest = _autograd._get_sequence_nr()
-        with torch._C.DisableTorchFunctionSubclass():  # which may count that it is looked at
+        newest = next_node()
+        with without_subclasses():  # which may count that it is looked at
             if first.is_inference():  # nothing of it is ever saved
                 before = None
             else:
@@ -98,14 +110,14 @@ class LeanTape(TorchFunctionMode):
                     self.touch(first, shares == "data")
         result = func(*args, **kwargs)
         self._is_changing = False
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclasses():
             if before is not None and first._version != before:
-                self._changed(first, _autograd._get_sequence_nr() > newest)
+                self._changed(first, next_node() > newest)
             # Attention's result has weights too.
             made = result[0] if type(result) is tuple and result else result
             if before is not None and note is not None and isinstance(made, Tensor):
                 node: Any = made.grad_fn
-                if node is not None and node._sequence_nr() >= newest:  # else this call made none
+                if node is not None and number_of(node) >= newest:  # else this call made none
                     note(self, node, args, kwargs)
         return result
 
@@ -116,10 +128,10 @@ class LeanTape(TorchFunctionMode):
 
     def pack(self, tensor: Tensor) -> Packed | Versioned | tuple[Tensor, int]:
         """Save a tensor, or what it can be computed from."""
-        if torch._C._is_torch_function_mode_enabled():
-            with torch._C.DisableTorchFunction():
+        if has_function_mode():
+            with without_functions():
                 return self.pack(tensor)
-        version, base = tensor._version, tensor if tensor._base is None else tensor._base
+        version, base = tensor._version, base_of(tensor)
         small = base.numel() * base.itemsize < LEAST_BYTES
         if small or (base.requires_grad and base.is_leaf):
             return Versioned(tensor if tensor.is_leaf else tensor.detach(), version)
@@ -128,10 +140,10 @@ class LeanTape(TorchFunctionMode):
         storage = tensor.untyped_storage()
         box = self._box_of(storage)
         dtype = base.dtype if box is None else box.dtype
-        if dtype is not tensor.dtype or torch._C._current_graph_task_id() != self._task:
+        if dtype is not tensor.dtype or backward_pass() != self._task:
             self.kept += storage.nbytes() if box is None else 0
             return Versioned(tensor.detach(), version)
-        if tensor.is_cuda and torch._C._cuda_getCurrentRawStream(tensor.get_device()):
+        if side_stream(tensor):
             return tensor.detach(), version  # not the default stream, which a recipe would need
         if box is not None and box.version != version:
             alias = box.alias()
@@ -141,7 +153,7 @@ class LeanTape(TorchFunctionMode):
             box.overwritten, box = True, None
         if box is None:
             box = Box(base, storage)
-            self._boxes[storage._cdata] = ref(box)
+            self._boxes[address_of(storage)] = ref(box)
             node: Any = base.grad_fn
             if node is None or not self._let_go(box, node, base, tensor.requires_grad):
                 box.keep(base)
@@ -153,14 +165,14 @@ class LeanTape(TorchFunctionMode):
 
     def close(self) -> None:
         """End the pass. What the caller still holds is not computed a second time beside it."""
-        with torch._C.DisableTorchFunction():
+        with without_functions():
             for one in self._gone:
                 self._take_back(one())
         self._boxes, self._gone, self._pending = {}, [], []
 
     def touch(self, tensor: Tensor, is_parameter: bool = False) -> None:
         """Note that a value may change, or may live on, without autograd's knowledge."""
-        base = tensor if tensor._base is None else tensor._base
+        base = base_of(tensor)
         node: Any = base.grad_fn
         if is_parameter and base.is_leaf and base.requires_grad and self._parameters_stay:
             self._parameters_stay = False
@@ -172,7 +184,7 @@ class LeanTape(TorchFunctionMode):
 
     def note_noise(self, node: Any, p: float) -> None:
         """Let go the noise of a dropout, zeros and one other number: a mask of bits is enough."""
-        saved = node._raw_saved_other.data
+        saved = raw_saved(node, "other").data
         box = saved.box if type(saved) is Packed else None
         noise = box.data if box is not None else None
         if box is None or noise is None or not noise.is_floating_point() or not 0 < p < 1:
@@ -195,7 +207,7 @@ class LeanTape(TorchFunctionMode):
         self._release(box, Recipe(_NOISE, args, {}, 0, box.nbytes), [at], 1, noise)
 
     def _box_of(self, storage: torch.UntypedStorage) -> Box | None:
-        at = self._boxes.get(storage._cdata)
+        at = self._boxes.get(address_of(storage))
         box = at() if at is not None else None
         return box if box is not None and box.storage() is storage else None
 
@@ -222,7 +234,7 @@ class LeanTape(TorchFunctionMode):
         """Whether each change in place of a result is in the graph."""
         if version == node.metadata.get(VERSION, 0):
             return version > 0 or not self._is_changing
-        saved = getattr(node, "_raw_saved_result", None)
+        saved = raw_saved(node, "result")
         if saved is None or saved.data is not None:
             return False
         old = node.next_functions[0][0]  # this is a change in place that is saving its own result
@@ -248,7 +260,7 @@ class LeanTape(TorchFunctionMode):
 
     def _open_dependents(self, tensor: Tensor) -> None:
         """Compute what would be computed from a tensor that is about to be changed in place."""
-        if (tensor if tensor._base is None else tensor._base).is_leaf:
+        if base_of(tensor).is_leaf:
             self.touch(tensor, True)
         box = self._box_of(tensor.untyped_storage()) if _large(tensor) else None
         if box is not None and box.is_current():
@@ -266,7 +278,7 @@ class LeanTape(TorchFunctionMode):
         box = self._box_of(tensor.untyped_storage()) if _large(tensor) else None
         if box is not None and box.version != tensor._version:
             box.overwritten = True
-        base = tensor if tensor._base is None else tensor._base
+        base = base_of(tensor)
         if base.is_leaf:
             self._parameters_stay &= not base.requires_grad
         elif not followed:
@@ -322,7 +334,7 @@ def _large(tensor: Tensor) -> int:
     """Return the bytes of a storage, or 0 if it is small or the tensor is more than a storage."""
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout is not torch.strided:
         return 0
-    if tensor.is_nested or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+    if tensor.is_nested or is_wrapped(tensor):
         return 0
     size = tensor.untyped_storage().nbytes()
     if size < LEAST_BYTES or tensor.is_neg() or tensor.is_conj():

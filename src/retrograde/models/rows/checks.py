@@ -10,14 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from retrograde.replay.fingerprints import Fingerprint, fingerprint, verify
+from retrograde.torch_private import base_of, next_node
 
 _EVERY = 8
 _WEIGHT = "a view of a weight"
-_newest_node = torch._C._autograd._get_sequence_nr  # its number, and one more
 
 
 @dataclass
@@ -55,7 +54,7 @@ class _Watched:
 
     def _begin(self) -> int:
         """Return the number of the next tensor, after looking at those of earlier nodes."""
-        if (node := _newest_node()) != self._node:
+        if (node := next_node()) != self._node:
             self.settle()
             self._node = node
         self.number += 1
@@ -87,7 +86,8 @@ class Noted(_Watched):
         number = self._begin()
         self._group.append(number)
         rare = self.turn and number not in self.reruns.last and (number + self.turn) % _EVERY
-        weight = t._base is not None and t._base.is_leaf and t._base.requires_grad
+        base = base_of(t)
+        weight = base is not t and base.is_leaf and base.requires_grad
         self.prints.append(_WEIGHT if weight else None if rare else fingerprint(t, self.part))
         if not weight and not rare and not self.reruns.final.get(number):
             self._unwritten.append((number, t.detach()))

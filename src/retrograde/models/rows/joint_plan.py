@@ -16,7 +16,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from retrograde.models.rows.arguments import Arguments, tensors_in
@@ -25,6 +24,7 @@ from retrograde.models.rows.rerun import RecomputedCall, RunningPlan
 from retrograde.plan.calls import OutputLifetime, Part, held_of, peak_of
 from retrograde.replay.surroundings import version
 from retrograde.sizes.cache import Recent
+from retrograde.torch_private import address_of, is_wrapped
 
 if TYPE_CHECKING:
     from retrograde.models.rows.layer_run import LayerRun
@@ -83,7 +83,7 @@ class Handed:
     def to(self, tensors: Iterable[Tensor]) -> Pass | None:
         """Return the pass that waits for one of some tensors, which nobody wrote to since then."""
         for t in tensors if self._found else ():
-            if t.layout is torch.strided and not is_functorch_wrapped_tensor(t):
+            if t.layout is torch.strided and not is_wrapped(t):
                 found = self._found.get(where(t))
                 if found is not None and found[1] == version(t) and not found[2].expired():
                     return found[0]
@@ -96,7 +96,7 @@ class Handed:
 
 def where(t: Tensor) -> Hashable:
     """Return where a tensor lies. The memory must live, or it may be another's later."""
-    return t.untyped_storage()._cdata, t.storage_offset(), t.shape, t.stride(), t.dtype
+    return address_of(t), t.storage_offset(), t.shape, t.stride(), t.dtype
 
 
 class JointPlan:

@@ -25,7 +25,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from retrograde.errors import CellError, NotExactError
 from retrograde.machine import MEASURING
@@ -36,6 +35,7 @@ from retrograde.models.rows.rerun import RecomputedCall, RunningPlan
 from retrograde.models.rows.rest_of_model import RestOfModel
 from retrograde.models.rows.trials import try_call
 from retrograde.run.transforms import uncompiled
+from retrograde.torch_private import Dropout
 
 Named = Sequence[tuple[str, nn.Module]]  # modules by name
 Tied = Sequence[tuple[nn.Module, str]]  # where weights are: a module and a name
@@ -395,7 +395,7 @@ class LayerRun:
 
 def passes_through(layer: nn.Module) -> bool:
     """Return whether a layer returns the very tensor that it is given."""
-    is_off = isinstance(layer, _DropoutNd) and (not layer.training or layer.p == 0)
+    is_off = isinstance(layer, Dropout) and (not layer.training or layer.p == 0)
     return is_off or isinstance(layer, nn.Identity)
 
 

@@ -40,6 +40,7 @@ from retrograde.replay.surroundings import (
 from retrograde.replay.switches import autocast_as_now, cast_context
 from retrograde.replay.trees import Tensors
 from retrograde.run.core import raise_again, unsaved
+from retrograde.torch_private import after_backward, backward_pass
 
 State = Sequence[Tensor | None]  # what a call made that the next one is given
 
@@ -200,9 +201,9 @@ class RecomputedCall:
 
     def refill(self) -> None:
         """Run the call again, and fill what it saved."""
-        if torch.is_grad_enabled() and torch._C._current_graph_task_id() >= 0:
+        if torch.is_grad_enabled() and backward_pass() >= 0:
             warnings.warn(_BEYOND, stacklevel=2)
-        _empty(torch._C._current_graph_task_id(), self.born)
+        _empty(backward_pass(), self.born)
         if self.row is not None and self.row.prepare(self):
             return
         state, self.state = self.state, []
@@ -211,7 +212,7 @@ class RecomputedCall:
     def fill(self, state: State, *, lean: bool, whole: bool = False) -> Any:
         """Run the call and fill what it saved. With ``whole``, run to the end, and return the
         result. So it does if an end before would leave something undone."""
-        task, reruns = torch._C._current_graph_task_id(), self.unit.reruns
+        task, reruns = backward_pass(), self.unit.reruns
         args, kwargs, ours = self._arguments(state)
         tape = LeanTape(True, task) if lean else None
         refill = _Refill(self, ours, tape, ends=not whole and reruns.may_end)
@@ -239,7 +240,7 @@ class RecomputedCall:
             tape.close()
         if task >= 0:
             if task not in _filled:
-                torch.autograd.Variable._execution_engine.queue_callback(partial(_empty, task))
+                after_backward(partial(_empty, task))
             _filled.setdefault(task, []).append(ref(self))
         return result
 
@@ -388,11 +389,11 @@ class RunningPlan:
         """Compute the input of a call, or what it saved; return whether it did the latter."""
         if self.late is not None:
             self.parts, self.late = self.late(), None
-        if self.opened is None or self.task != torch._C._current_graph_task_id():
+        if self.opened is None or self.task != backward_pass():
             self._begin()
             if self.task >= 0:
                 close = partial(setattr, self, "opened", None)
-                torch.autograd.Variable._execution_engine.queue_callback(close)
+                after_backward(close)
         assert self.opened is not None
         while (part := self._part(self.opened, call.number)).parts:
             self._open(part, call.number)
@@ -405,7 +406,7 @@ class RunningPlan:
 
     def _begin(self) -> None:
         """Begin a backward pass. An earlier one may have raised, and left calls half filled."""
-        self.opened, self.task = [*self.parts], torch._C._current_graph_task_id()
+        self.opened, self.task = [*self.parts], backward_pass()
         for call in filter(None, (one() for one in self.calls.values())):
             call.state = []
             for saved in filter(None, (one() for one in call.saved)):

@@ -15,15 +15,13 @@ from weakref import ref
 import numpy as np
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.function import BackwardCFunction
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from retrograde.plan.calls import OutputLifetime
-
-_next_number = torch._C._autograd._get_sequence_nr  # of a node in the graph
+from retrograde.torch_private import address_of, is_wrapped, next_node, number_of, outputs_of
 
 
 @dataclass
@@ -85,13 +83,13 @@ class RestOfModel(TorchFunctionMode):
                     self._inputs[_key(t)] = one  # a run without gradients will not hold it
                 one.close(now, math.inf)
                 one.taken = now
-        self._begins.append(_next_number())
+        self._begins.append(next_node())
         return now
 
     def end(self, result: Any) -> None:
         """Note the end of a call. What it returns is its own from now on."""
-        self._ends.append(_next_number())
-        nodes = [t.grad_fn and (t.grad_fn._sequence_nr(), t.output_nr) for t in _tensors(result)]
+        self._ends.append(next_node())
+        nodes = [t.grad_fn and (number_of(t.grad_fn), t.output_nr) for t in _tensors(result)]
         self._results.append([*zip(self._note(result), nodes, strict=True)])
         for one, _ in self._results[-1]:
             one.close(len(self._ends), math.inf)
@@ -100,7 +98,7 @@ class RestOfModel(TorchFunctionMode):
         """Sum up what was held, but for memory of ``apart`` and of ``results``."""
         known = {_key(t) for t in _tensors((apart, results))}
         alive = (t.untyped_storage() for one in self._saved if (t := one()) is not None)
-        saved = {storage._cdata: storage.nbytes() for storage in alive}
+        saved = {address_of(storage): storage.nbytes() for storage in alive}
         saved |= {key: one.nbytes for key, one in self._inputs.items()}
         either = known | saved.keys()
         rest = [one for key, one in [*self._memory.items()] if key not in either]
@@ -148,7 +146,7 @@ class RestOfModel(TorchFunctionMode):
         """Note, for each output of a node in the graph, the last node that reads it, its bytes, and
         the memory in which its gradient may lie: its bytes, and the output that it is made for."""
         ends: list[Any] = [t for t in _tensors(roots) if t.grad_fn is not None]
-        pending: list[Any] = [(-t.grad_fn._sequence_nr(), id(t.grad_fn), t.grad_fn) for t in ends]
+        pending: list[Any] = [(-number_of(t.grad_fn), id(t.grad_fn), t.grad_fn) for t in ends]
         heapify(pending)
         visited = set[Any]()
         # Of a node's gradient: bytes, who made it. What is handed to an end is as large as that.
@@ -161,15 +159,15 @@ class RestOfModel(TorchFunctionMode):
             for to, (inner, nr) in enumerate(node.next_functions):
                 if inner is None:
                     continue
-                heappush(pending, (-inner._sequence_nr(), id(inner), inner))
-                key, like = (inner._sequence_nr(), nr), inner._input_metadata[nr]
+                heappush(pending, (-number_of(inner), id(inner), inner))
+                key, like = (number_of(inner), nr), outputs_of(inner)[nr]
                 nested = like.is_cpp_nested_tensor  # which has no shape
                 own = 0 if nested else math.prod(like.shape) * like.dtype.itemsize
                 given = [(own, key), memory.get(inner, (0, key))]
                 given += [memory[node]] if hands_on(node, to) else []
                 by, _, before = self._last.get(key, (0, 0, (0, key)))
                 memory[inner] = max(given)
-                self._last[key] = max(by, node._sequence_nr()), own, max(*given, before)
+                self._last[key] = max(by, number_of(node)), own, max(*given, before)
 
     def _waiting(self, rows: Sequence[Sequence[int]]) -> Iterable[tuple[int, int, int]]:
         """Yield the gradients of what was not made by calls: bytes, and the calls while which they
@@ -294,8 +292,8 @@ def filling(fill: float | None) -> Iterator[None]:
 def _tensors(value: Any) -> Iterable[Tensor]:
     """Return tensors, but for sparse ones and those that a transform wraps."""
     leaves = (t for t in pytree.tree_leaves(value) if isinstance(t, Tensor))
-    return [t for t in leaves if t.layout is torch.strided and not is_functorch_wrapped_tensor(t)]
+    return [t for t in leaves if t.layout is torch.strided and not is_wrapped(t)]
 
 
 def _key(t: Tensor) -> int:
-    return int(t.untyped_storage()._cdata)
+    return address_of(t)

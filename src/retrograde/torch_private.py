@@ -1,0 +1,127 @@
+"""The private names of torch that this library uses, in one place, each with its reason.
+
+All were tested with torch 2.10.0, 2.13.0, 2.14.1 and 2.15.0. A test fails where a private name of
+``torch`` stands in another file. The tables of a module (``_modules``, ``_parameters``,
+``_forward_hooks`` and so on) and ``Tensor._version`` are taken for public: half of the libraries
+that build on torch read them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C import _autograd, _functorch
+from torch._C._profiler import (
+    ProfilerActivity,
+    ProfilerConfig,
+    ProfilerState,
+    _EventType,
+    _ExperimentalConfig,
+)
+from torch.nn.modules.dropout import _DropoutNd
+
+__all__ = [
+    "Dropout", "EventType", "address_of", "after_backward", "backward_pass", "base_of",
+    "below_autograd", "default_saved_hooks", "has_function_mode", "is_profiled", "is_wrapped",
+    "keeps_cuda_history", "keeps_graph", "log_softmax", "next_node", "number_of", "outputs_of",
+    "profile_memory", "raw_saved", "saved_hooks_are_on", "schema_of", "side_stream", "softmax",
+    "stop_profiler", "without_autocast", "without_dispatch",
+    "without_functions", "without_subclasses",
+]  # fmt: skip
+
+#: The number that the next node of this thread's graph gets. Backward, nodes of larger numbers run
+#: first; so it tells what was made later, and whether a call made a node at all.
+next_node: Callable[[], int] = _autograd._get_sequence_nr
+#: The number of the backward pass that runs, or −1: what a pass filled is let go at its end.
+backward_pass: Callable[[], int] = torch._C._current_graph_task_id
+#: Whether a transform such as ``torch.func.grad`` wraps a tensor, whose memory is then another's.
+is_wrapped: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
+#: Whether hooks for saved tensors are allowed, and the pair that is on top.
+saved_hooks_are_on: Callable[[], bool] = _autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+default_saved_hooks: Callable[[bool], Any] = _autograd._top_saved_tensors_default_hooks
+#: Looking at a tensor must not be seen by modes and subclasses that count what is called.
+has_function_mode: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
+without_functions: Any = torch._C.DisableTorchFunction  # type: ignore[attr-defined]
+without_subclasses: Any = torch._C.DisableTorchFunctionSubclass
+without_autocast: Any = torch._C._DisableAutocast
+without_dispatch: Any = torch._C._DisableTorchDispatch
+#: What is computed again for a node has no history of its own.
+below_autograd: Any = torch._C._AutoDispatchBelowAutograd
+#: The base of torch's dropouts.
+Dropout = _DropoutNd
+#: The functions that a node ran, whose public forms choose a type first.
+softmax, log_softmax = torch._softmax, torch._log_softmax
+#: Reads the text of an operator's arguments.
+schema_of: Callable[[str], Any] = torch._C.parse_schema  # type: ignore[attr-defined]
+#: Whether this thread runs a profiler, of whose events there are some kinds.
+is_profiled: Callable[[], bool] = _autograd._profiler_enabled
+EventType: Any = _EventType
+
+
+def profile_memory(*, legacy: bool = False) -> None:
+    """Start torch's profiler with memory events only; operations would slow it down. The public
+    one does not leave them out. The ``legacy`` one watches a thread of its own."""
+    state = ProfilerState.CPU if legacy else ProfilerState.KINETO
+    config = ProfilerConfig(state, False, True, False, False, False, _ExperimentalConfig())
+    if legacy:
+        _autograd._enable_profiler_legacy(config)
+    else:
+        _autograd._prepare_profiler(config, {ProfilerActivity.CPU})
+        _autograd._enable_profiler(config, {ProfilerActivity.CPU})
+    _autograd._enable_record_function(False)
+
+
+def stop_profiler(*, legacy: bool = False) -> Any:
+    """Stop the profiler, and return its events."""
+    if legacy:
+        return _autograd._disable_profiler_legacy()
+    _autograd._enable_record_function(True)
+    return _autograd._disable_profiler()
+
+
+def keeps_graph() -> bool:
+    """Return whether the backward pass that runs keeps its graph; older torch does not tell."""
+    asked = getattr(_autograd, "_get_current_graph_task_keep_graph", None)
+    return asked is None or bool(asked())
+
+
+def after_backward(call: Callable[[], Any]) -> None:
+    """Call a function at the end of the backward pass that runs."""
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def number_of(node: Any) -> int:
+    """Return the number of a node in the graph, as of :data:`next_node`."""
+    found: int = node._sequence_nr()
+    return found
+
+
+def outputs_of(node: Any) -> Any:
+    """Return the shapes and types of a node's outputs, which no public attribute tells."""
+    return node._input_metadata
+
+
+def raw_saved(node: Any, name: str) -> Any:
+    """Return what a node saved as a hook packed it, or None; to read it otherwise unpacks it."""
+    return getattr(node, f"_raw_saved_{name}", None)
+
+
+def base_of(t: Tensor) -> Tensor:
+    """Return the tensor of which one is a view that autograd knows, or the tensor itself."""
+    return t if t._base is None else t._base
+
+
+def address_of(t: Tensor | torch.UntypedStorage) -> int:
+    """Return a number of a tensor's memory, which no other memory has while it lives."""
+    return int((t.untyped_storage() if isinstance(t, Tensor) else t)._cdata)
+
+
+def side_stream(t: Tensor) -> int:
+    """Return the number of the stream that a tensor's device uses, which is 0 by default."""
+    return int(torch._C._cuda_getCurrentRawStream(t.get_device())) if t.is_cuda else 0
+
+
+def keeps_cuda_history() -> bool:
+    """Return whether the user has torch note what a card allocates."""
+    return bool(torch._C._cuda_isHistoryEnabled())
