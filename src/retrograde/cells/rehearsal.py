@@ -13,17 +13,18 @@ from torch import Tensor
 
 from retrograde.cells.cell import StepCore
 from retrograde.errors import CellError
+from retrograde.replay.captured import distinct
 from retrograde.replay.fingerprints import fingerprint
 from retrograde.replay.surroundings import muted_hooks
 from retrograde.replay.trees import Tensors
 from retrograde.replay.trial import OTHERWISE
+from retrograde.run.autograd import run_schedule
 from retrograde.run.autograd_core import run_ordinary
-from retrograde.run.core import Gradients, raise_again
-from retrograde.run.executor import Run
-from retrograde.run.layout import Inputs, Straight
+from retrograde.run.core import raise_again
+from retrograde.run.layout import Inputs
 from retrograde.run.settled import Settled
 from retrograde.run.states import each_once, entry
-from retrograde.schedule import Action, Advance, Backward, Load, Record, Store
+from retrograde.schedule import Action, Advance, Backward, Load, Record, Schedule, Store
 from retrograde.sizes.allocations import apart
 
 _STEPS = 4
@@ -49,6 +50,7 @@ def rehearse(core: StepCore, inputs: Inputs, state: Tensors) -> bool:
 
 
 def _compare(core: StepCore, inputs: Inputs, state: Tensors) -> bool:
+    core = replace(core, output_is_total=False)  # the loss of a step is an output like others
     plain = _run(core, inputs, state, in_parts=False)
     _run(core, inputs, state, in_parts=False, steps=1)  # else four hidden numbers in turn are alike
     bare = replace(core, settled=Settled(graphless=True, passes=1))
@@ -75,62 +77,39 @@ def _run(
         pairs = zip(inputs[0:steps], inputs.differentiable, strict=True)
         x = [t.detach().requires_grad_(wanted) for t, wanted in pairs]
         state = each_once(lambda t: entry(t)[1], state)
-        return (_in_parts if in_parts else _in_one_loop)(core, x, state, steps)
-
-
-def _in_one_loop(core: StepCore, x: Tensors, state: Tensors, steps: int) -> _Results:
-    with core.recording():
-        outputs, after = run_ordinary(core, x, state)
-    if core.output_is_total:
-        outputs = [y.sum(0) for y in outputs]
-    owners = [*x, *state, *core.targets]
-    wanted = list({id(t): t for t in owners if t.requires_grad}.values())
-    given = [*zip(outputs, map(_seed, outputs), strict=True)]
-    given += zip(after, [None if core.output_is_total else _seed(t) for t in after], strict=True)
-    seeded = [(t, seed) for t, seed in given if seed is not None and t.requires_grad]
-    found: tuple[Tensor | None, ...] = ()
-    if seeded and wanted:
-        roots, seeds = zip(*seeded, strict=True)
-        found = torch.autograd.grad(roots, wanted, seeds, allow_unused=True, retain_graph=True)
+        if in_parts:
+            parameters = core.parameters
+            outputs, after = run_schedule(core, _in_halves(steps), x, state, checked=False)
+        else:
+            parameters = core.targets
+            with core.recording():
+                outputs, after = run_ordinary(core, x, state)
+        wanted = distinct(t for t in (*x, *state, *parameters) if t.requires_grad)
+        roots = [t for t in (*outputs, *after) if t.requires_grad]
+        found: tuple[Tensor | None, ...] = ()
+        if roots and wanted:
+            found = torch.autograd.grad(
+                roots, wanted, [*map(_seed, roots)], allow_unused=True, retain_graph=True
+            )
     by = {id(t): g for t, g in zip(wanted, found, strict=False)}
-    parameters = [by.get(id(t)) for t in core.targets]
-    targets = {id(t) for t in core.targets}
+    known = {id(t) for t in parameters}  # a state may be one
     exact = [*(t.detach() for t in (*outputs, *after)), *(by.get(id(t)) for t in x)]
-    exact += [None if id(t) in targets else by.pop(id(t), None) for t in state]
-    return _Results(exact, parameters)
+    exact += [by.get(id(t)) for t in state if id(t) not in known]
+    return _Results(exact, [by.get(id(t)) for t in parameters])
 
 
-def _in_parts(core: StepCore, x: Tensors, state: Tensors, steps: int) -> _Results:
-    half, found = steps // 2, []
+def _in_halves(steps: int) -> Schedule:
+    """Return a schedule that runs the first half of some steps again."""
+    half = steps // 2
     actions: tuple[Action, ...] = Record(0, steps), Backward(0, steps)
     if half:
         actions = Store(0), Advance(0, half), Record(half, steps), Backward(half, steps)
         actions = *actions, Load(0), Record(0, half), Backward(0, half)
-    run, layout = Run(core, actions, steps), Straight(steps, fused=False)
-    read = layout.read(x)
-    after = run.forward(read, state, lambda _, __, outputs, ___: found.append(outputs))
-    outputs = [torch.stack([y.detach() for y in ys]) for ys in zip(*found, strict=True)]
-    if core.output_is_total:
-        outputs = [y.sum(0) for y in outputs]
-    gradients = Gradients(
-        outputs=list(map(_seed, outputs)),
-        states=[None if core.output_is_total or not t.requires_grad else _seed(t) for t in after],
-        inputs=[None] * len(x),
-        wanted=[t if t.requires_grad else None for t in x],
-        parameters=core.totals(),
-        length=steps,
-        layout=layout,
-        read=read,
-    )
-    run.backward(read, gradients)
-    exact = [*outputs, *(t.detach() for t in after), *gradients.inputs, *gradients.states]
-    return _Results(exact, gradients.parameters)
+    return Schedule.from_actions(actions, length=steps)
 
 
-def _seed(t: Tensor) -> Tensor | None:
-    """Return a gradient to begin with; one for a sum of losses."""
-    if not (t.is_floating_point() or t.is_complex()):
-        return None
+def _seed(t: Tensor) -> Tensor:
+    """Return a gradient to begin with."""
     numbers = torch.arange(t.numel(), dtype=torch.float32, device=t.device)
     return numbers.mul_(0.7).cos_().to(t.dtype).view(t.shape)
 

@@ -39,12 +39,18 @@ def version(t: Tensor) -> int:
 @dataclass(frozen=True, eq=False)
 class Slot:
     """A name in a dict, or of an attribute. ``called`` is its name in a message. The value is
-    :data:`ABSENT` if there is none."""
+    :data:`ABSENT` if there is none. Slots of the same place are equal."""
 
     holder: Any
     key: Any
     called: str
     rest: Any = None  # its value between calls, unless that holds tensors
+
+    def __hash__(self) -> int:
+        return hash((id(self.holder), self.key))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Slot) and hash(self) == hash(other) and self.key == other.key
 
     def read(self) -> Any:
         if isinstance(self.holder, dict):
@@ -244,49 +250,51 @@ class Surroundings:
         )
 
 
-def noted_values(found: Referents) -> list[dict[Any, Any]]:
-    """Note what the dicts hold that a call refers to."""
-    return [dict(dict.items(holder)) for holder, _ in found.holders]
-
-
 @contextmanager
 def put_back(found: Referents) -> Iterator[None]:
     """Restore after a block what the dicts and lists hold that a call refers to."""
-    noted, lengths = noted_values(found), [*map(len, found.lists)]
+    noted = Values(found)
     try:
         yield
     finally:
-        restore_values(changed_values(found, noted))
-        for each, length in zip(found.lists, lengths, strict=True):
+        noted.restore()
+
+
+class Values:
+    """What the dicts and lists hold, at one moment, that a call refers to."""
+
+    def __init__(self, found: Referents) -> None:
+        self.found, self.lengths = found, [*map(len, found.lists)]
+        self.values = [dict(dict.items(holder)) for holder, _ in found.holders]
+
+    def changed(self) -> dict[Slot, Any]:
+        """Return what has changed since, and each value then."""
+        slots = {}
+        for (holder, form), then in zip(self.found.holders, self.values, strict=True):
+            for key in dict.fromkeys((*then, *dict.keys(holder))):
+                before, now = then.get(key, ABSENT), dict.get(holder, key, ABSENT)
+                if before is not now and not _equal(before, now):
+                    rest = None if tensors_in(before) else before
+                    slots[Slot(holder, key, form.format(key), rest)] = before
+        return slots
+
+    def shorten(self) -> list[list[Any]]:
+        """Shorten the lists that have grown since, and return them."""
+        pairs = zip(self.found.lists, self.lengths, strict=True)
+        grown = [(each, length) for each, length in pairs if len(each) > length]
+        for each, length in grown:
             del each[length:]
+        return [each for each, _ in grown]
 
-
-def changed_values(found: Referents, noted: Sequence[dict[Any, Any]]) -> dict[Slot, Any]:
-    """Return what has changed since, and each value then."""
-    slots = {}
-    for (holder, form), then in zip(found.holders, noted, strict=True):
-        for key in dict.fromkeys((*then, *dict.keys(holder))):
-            before, now = then.get(key, ABSENT), dict.get(holder, key, ABSENT)
-            if before is not now and not _equal(before, now):
-                rest = None if tensors_in(before) else before
-                slots[Slot(holder, key, form.format(key), rest)] = before
-    return slots
+    def restore(self) -> None:
+        for slot, value in self.changed().items():
+            slot.write(value)
+        self.shorten()
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Return whether two values are equal, and of a plain kind."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
-    if isinstance(a, tuple | list):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    return isinstance(a, bool | int | float | complex | str | bytes) and a == b
-
-
-def restore_values(before: dict[Slot, Any]) -> None:
-    for slot, value in before.items():
-        slot.write(value)
+    """Return whether two values are equal, and numbers or texts."""
+    return type(a) is type(b) and isinstance(a, int | float | complex | str | bytes) and a == b
 
 
 def tensors_in(value: Any) -> list[Tensor]:

@@ -6,9 +6,9 @@ mean is unchanged by an input of zeros.)
 
 A call that changes attributes runs once more, on what it left. If its results and gradients are the
 same bits, the attributes do not matter, and reruns put them back. What the second call did not
-change again is a cache, and stays. If the bits differ, the call depends on the attributes, and runs
-a third time on what it found first. Numbers and texts are then replayed as buffers are. Attributes
-that hold tensors are a state of the cell's own, and are refused by name.
+change again is a cache, and stays. If the bits differ, the call depends on the attributes: numbers
+and texts are then replayed as buffers are. Attributes that hold tensors are a state of the cell's
+own, and are refused by name.
 
 Known limits: some things stay as a call left them. These are large captured tensors that a refused
 call wrote to, lists, a closure's variables, globals, and what cannot be found from the cell.
@@ -35,11 +35,9 @@ from retrograde.replay.surroundings import (
     Left,
     Slot,
     Surroundings,
-    changed_values,
+    Values,
     muted_hooks,
     muted_modules,
-    noted_values,
-    restore_values,
     tensors_in,
     version,
 )
@@ -83,7 +81,7 @@ def try_out(
             mark, value = trial.run()
         except BaseException:
             trial.rewind()
-            restore_values(changed_values(found, trial.before))
+            trial.before.restore()
             raise
         return Trial(value, trial.surroundings(), mark)
 
@@ -100,15 +98,14 @@ class _Trial(Generic[T]):
     ) -> None:
         self.call, self.found, self.device, self.results = call, found, device, results
         self.sources = {source: source.copy() for source in sources(device, found.generators)}
-        self.drawn: dict[Source, Any] = {}  # and where each was after the call
+        self.drawn: set[Source] = set()
         self.written = _Rewritten(found)
-        self.before = noted_values(found)
+        self.before = Values(found)
         # What every call changes, and its value before the last.
         self.changing: dict[Slot, Any] = {}
         self.matter = False  # whether the call depends on what it changes
         self.left: list[Left] = []
         self.left_bytes = 0
-        self.lists = [(each, len(each)) for each in found.lists]
         self.growing: dict[int, list[Any]] = {}  # by id
 
     def run(self) -> tuple[int, T]:
@@ -117,37 +114,22 @@ class _Trial(Generic[T]):
         Return autograd's sequence number before the last call, and its result.
         """
         mark, value = self.once()
-        if self.drawn and threading.active_count() > 1:  # another thread may have moved a generator
-            del value
-            self.rewind()
-            moved, self.drawn = self.drawn, {}
-            own = _Seeded()
-            mark, value = self.once(own)
-            ours = (s for s in moved if own.seen or not isinstance(s.generator, torch.Generator))
-            self.drawn = {s: moved[s] for s in ours if self.drawn.get(s) == moved[s]}
-        first = changed_values(self.found, self.before)
+        first = self.before.changed()
         if not first:
             return mark, value
         shown = self.evidence(mark, value)
-        del value  # so that only one call's graph is held
-        noted = noted_values(self.found)
+        del value  # BUDGET: the graph of one call at a time
+        noted = Values(self.found)
         mark, value = self.once()
-        self.changing = changed_values(self.found, noted)
+        self.changing = noted.changed()
         if self.drawn:  # what is made of drawn numbers is not to be made by a trial
-            again = {(id(slot.holder), slot.key) for slot in self.changing}
-            cached = {s: v for s, v in first.items() if (id(s.holder), s.key) not in again}
-            self.changing = cached | self.changing
+            self.changing = first | self.changing
         self.note_left()
         try:
             if self.evidence(mark, value) == shown:
                 return mark, value
         except RuntimeError:  # its graph goes on into that of the call before, which is freed
             pass
-        del value
-        restore_values(first)
-        mark, value = self.once()
-        if self.evidence(mark, value) != shown:
-            raise CellError(OTHERWISE)
         self.changing, self.matter = first, True
         for slot, then in first.items():
             if (what := _registered(self.found, slot)) is not None:
@@ -156,20 +138,22 @@ class _Trial(Generic[T]):
                 raise CellError(_KEEPS.format(slot.called))
         return mark, value
 
-    def once(self, watch: Any = nullcontext()) -> tuple[int, T]:  # noqa: B008
+    def once(self) -> tuple[int, T]:
         """Call from the states at the beginning. Return autograd's sequence number, and the result.
 
         Autocast's weight cache is off: casts of an earlier call would look like tensors from
-        outside.
+        outside. If other threads run, one may have moved torch's generators.
         """
         self.rewind()
+        own = _Seeded() if threading.active_count() > 1 else None
         try:
-            with autocast_as_now(self.device), watch:
+            with autocast_as_now(self.device), own or nullcontext():
                 found = torch._C._autograd._get_sequence_nr(), self.call()
         finally:
             for source, then in self.sources.items():
-                if (now := source.position()) != then.position():
-                    self.drawn[source] = now
+                ours = own is None or own.seen or not isinstance(source.generator, torch.Generator)
+                if ours and source.position() != then.position():
+                    self.drawn.add(source)
         self.written.put_back(refuse=True)
         return found
 
@@ -178,10 +162,7 @@ class _Trial(Generic[T]):
         for source in self.drawn:
             source.restore(self.sources[source].capture())
         self.written.put_back()
-        for each, length in self.lists:
-            if len(each) > length:
-                self.growing[id(each)] = each
-                del each[length:]
+        self.growing |= {id(each): each for each in self.before.shorten()}
 
     def note_left(self) -> None:
         """Note where the last call left tensors, and their bytes."""
@@ -211,14 +192,13 @@ class _Trial(Generic[T]):
     def surroundings(self) -> Surroundings:
         """Return the surroundings, after putting back what every call changes."""
         self.rewind()
-        ours = {(id(slot.holder), slot.key) for slot in self.changing}
-        since = changed_values(self.found, self.before)
-        before = {s: value for s, value in since.items() if (id(s.holder), s.key) in ours}
-        restore_values(before)
+        before = {s: v for s, v in self.before.changed().items() if s in self.changing}
+        for slot, value in before.items():
+            slot.write(value)
         slots = (*before,)
         return Surroundings(
             self.device,
-            sources=(*self.drawn,),
+            sources=tuple(s for s in self.sources if s in self.drawn),
             buffers=self.written.changed(),
             moving=slots if self.matter else (),
             changing=slots,
@@ -240,14 +220,14 @@ def assigned_values(
 ) -> list[tuple[Slot, Any, Any]]:
     """Find where a call assigns other tensors, or counts, in what ``own`` refers to, and restore
     everything. The results are slots, with their values before and after."""
-    trial, before = _Trial(call, found, device, lambda _: ()), noted_values(own)
+    trial, before = _Trial(call, found, device, lambda _: ()), Values(own)
     try:
         with MEASURING, unpacked(), torch.enable_grad():
             trial.once()
-        slots = [(slot, then, slot.read()) for slot, then in changed_values(own, before).items()]
+        slots = [(slot, then, slot.read()) for slot, then in before.changed().items()]
     finally:
         trial.rewind()
-        restore_values(changed_values(found, trial.before))
+        trial.before.restore()
     return [one for one in slots if tensors_in(one[2]) or _counts(*one[1:])]
 
 
@@ -261,6 +241,10 @@ class _Seeded(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch loads its compiler at the first operation, for a second
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen |= torch.Tag.nondeterministic_seeded in func.tags
