@@ -257,7 +257,7 @@ def _fitted(task: _Task, inputs: Any, memory: Memory) -> tuple[Core, Schedule]:
     """Return the core and the schedule for a budget."""
     source, first = task.stream.source, cast(StepCore, task.cores[0].core)
     source = source.source if isinstance(source, Moved) else source
-    parts = [first.found]
+    parts = [first.surroundings.found]
     read: tuple[Any, ...] = (type(source),)
     if isinstance(source, TimeFirst):
         read += tuple(isinstance(t, Tensor) for t in source.leaves)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from retrograde.errors import CellError
 from retrograde.replay.captured import Outside, find_outside
-from retrograde.replay.referents import Referents
 from retrograde.replay.surroundings import Surroundings, version
 from retrograde.replay.trees import LEAF, Structure, Tensors, flatten, flatten_state
 from retrograde.replay.trial import try_out
@@ -58,7 +57,6 @@ class StepCore(AutogradCore):
     fused: bool = False
     output_is_total: bool = False
     without_outputs: Cell | None = None
-    found: Referents = field(default_factory=Referents)
     copied: tuple[bool, ...] = ()
     first_spec: Structure | None = None
     first_like: tuple[Like, ...] = ()
@@ -91,7 +89,7 @@ class StepCore(AutogradCore):
     def complete(self) -> None:
         self.settled.complete()
         used = {id(t) for t in self.parameters}
-        unused = any(t.requires_grad and id(t) not in used for t in self.found.tensors)
+        unused = any(t.requires_grad and id(t) not in used for t in self.surroundings.found.tensors)
         self.settled.walked = not (self.surroundings.moves or self.numbers or unused)
 
     def __call__(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
@@ -160,10 +158,11 @@ def examine(
     outputs, states, *_ = trial.value[0]
     core = replace(
         core,
-        outside=find_outside(trial.found, _tensors_of(trial.value), trial.mark, [*x, *step.leaves]),
+        outside=find_outside(
+            trial.surroundings.found, _tensors_of(trial.value), trial.mark, [*x, *step.leaves]
+        ),
         surroundings=trial.surroundings,
         aliases=tuple(next((j for j, t in enumerate(states) if t is y), None) for y in outputs),
-        found=trial.found,
         copied=step.copied if any(step.copied) else (),
     )
     if core.first_spec is None:

@@ -86,7 +86,8 @@ def compiled_steps(core: StepCore) -> CompiledSteps:
 
 def _does(core: StepCore) -> str | None:
     """Return what a cell's steps do that a compiled block would not reproduce exactly, or None."""
-    besides = [one for one in map(besides_forward, core.found.parts()) if one and "hook" in one]
+    parts = core.surroundings.found.parts()
+    besides = [one for one in map(besides_forward, parts) if one and "hook" in one]
     if core.surroundings.draws:
         return "draws random numbers"
     if core.surroundings.moves or core.surroundings.changing:

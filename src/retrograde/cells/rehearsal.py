@@ -17,7 +17,7 @@ from retrograde.replay.captured import distinct
 from retrograde.replay.fingerprints import fingerprint
 from retrograde.replay.surroundings import muted_hooks
 from retrograde.replay.trees import Tensors
-from retrograde.replay.trial import OTHERWISE
+from retrograde.replay.trial import OTHERWISE, seed_of
 from retrograde.run.autograd import run_schedule
 from retrograde.run.autograd_core import run_ordinary
 from retrograde.run.core import raise_again
@@ -89,7 +89,7 @@ def _run(
         found: tuple[Tensor | None, ...] = ()
         if roots and wanted:
             found = torch.autograd.grad(
-                roots, wanted, [*map(_seed, roots)], allow_unused=True, retain_graph=True
+                roots, wanted, [*map(seed_of, roots)], allow_unused=True, retain_graph=True
             )
     by = {id(t): g for t, g in zip(wanted, found, strict=False)}
     known = {id(t) for t in parameters}  # a state may be one
@@ -106,12 +106,6 @@ def _in_halves(steps: int) -> Schedule:
         actions = Store(0), Advance(0, half), Record(half, steps), Backward(half, steps)
         actions = *actions, Load(0), Record(0, half), Backward(0, half)
     return Schedule.from_actions(actions, length=steps)
-
-
-def _seed(t: Tensor) -> Tensor:
-    """Return a gradient to begin with."""
-    numbers = torch.arange(t.numel(), dtype=torch.float32, device=t.device)
-    return numbers.mul_(0.7).cos_().to(t.dtype).view(t.shape)
 
 
 def _alike(one: _Results, other: _Results) -> bool:

@@ -225,7 +225,7 @@ class CellCall:
             operations = max(settled.planned, core.settled.seen)
             return replace(found, node_bytes=node_bytes(found.schedule, operations))
 
-        parts = [core.found]
+        parts = [core.surroundings.found]
         return _FITS.fit(parts, shapes, repr(memory), step, find)
 
     def _fit_loops(

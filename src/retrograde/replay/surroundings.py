@@ -9,8 +9,8 @@ likeliest cause is looked for.
 Most calls draw nothing and change nothing; then nothing is stored.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, cast
@@ -66,28 +66,28 @@ class Slot:
             self.holder[self.key] = value
 
 
-def modes_of(parts: Sequence[nn.Module]) -> list[Slot]:
-    """Return where modules keep what decides how they run: their mode, parameters and buffers."""
-    found = []
-    for m in parts:
-        found.append(Slot(m, "training", "training"))
-        tables: tuple[Any, ...] = m._parameters, m._buffers  # of a scripted module no dicts
-        found += [Slot(t, name, name) for t in tables if isinstance(t, dict) for name in t]
-    return found
+class Marks:
+    """What surrounds a call that begins now, besides what :meth:`Surroundings.capture` copies: the
+    switches of torch, and the modes of modules."""
 
+    def __init__(self, modes: Sequence[Slot], device: torch.device) -> None:
+        self.switches, self.modes = Switches(device), modes
+        self.values = [slot.read() for slot in modes]
 
-@contextmanager
-def as_then(slots: Sequence[Slot], then: Sequence[Any]) -> Iterator[None]:
-    """Set values in a block to what they were."""
-    now = [slot.read() for slot in slots]
-    differ = [k for k, (a, b) in enumerate(zip(now, then, strict=True)) if a is not b]
-    for k in differ:
-        slots[k].write(then[k])
-    try:
-        yield
-    finally:
-        for k in differ:
-            slots[k].write(now[k])
+    @contextmanager
+    def as_then(self) -> Iterator[None]:
+        """Set all of it in a block to what it was."""
+        now = [slot.read() for slot in self.modes]
+        changes = [*zip(self.modes, self.values, now, strict=True)]
+        changes = [(slot, a, b) for slot, a, b in changes if a is not b]
+        for slot, then, _ in changes:
+            slot.write(then)
+        try:
+            with self.switches.as_then():
+                yield
+        finally:
+            for slot, _, value in changes:
+                slot.write(value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,14 +120,6 @@ class _Cut(torch.autograd.Function):
             "outputs of the steps, since tensors that they leave have no gradient within a budget; "
             "let the cell return it as an output, or use memory=None"
         )
-
-
-@dataclass(frozen=True)
-class Marks:
-    """What surrounded a call, besides what its :meth:`Surroundings.capture` copies."""
-
-    switches: Switches
-    modes: list[Any]
 
 
 @dataclass(frozen=True)
@@ -168,12 +160,16 @@ class Surroundings:
 
     @cached_property
     def modes(self) -> list[Slot]:
-        """The modes of the modules that it refers to."""
-        return modes_of(self.found.parts())
+        """What decides how modules run: whether they train, their parameters and buffers."""
+        parts = self.found.parts()
+        tables: Any = (table for m in parts for table in (m._parameters, m._buffers))
+        of_modules = [table for table in tables if isinstance(table, dict)]  # no scripted one's
+        found = [Slot(m, "training", "training") for m in parts]
+        return [*found, *(Slot(table, name, name) for table in of_modules for name in table)]
 
     def marks(self) -> Marks:
         """Note what surrounds a call that begins now."""
-        return Marks(Switches(self.device), [slot.read() for slot in self.modes])
+        return Marks(self.modes, self.device)
 
     def capture(self) -> Snapshot:
         """Copy the present surroundings; the copy is empty for a call that depends on none."""
@@ -235,7 +231,7 @@ class Surroundings:
     @contextmanager
     def rerun(self, then: Marks) -> Iterator[None]:
         """Run steps again as they ran when some marks were taken, and leave no trace."""
-        with as_then(self.modes, then.modes), then.switches.as_then(), self.without_trace():
+        with then.as_then(), self.without_trace():
             yield
 
     def differs(self, what: str) -> RetrogradeError:
@@ -305,12 +301,11 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 @contextmanager
-def muted_modules(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Silence the backward hooks of modules; the graph is the same as with them."""
-    tables = (t for m in modules for t in (m._backward_hooks, m._backward_pre_hooks) if t)
-    held = [(table, dict(table)) for table in tables]
+def _muted(tables: Iterable[dict[Any, Any] | None]) -> Iterator[None]:
+    """Replace hooks by one that does nothing, with which the graph is the same."""
+    held = [(table, dict(table)) for table in tables if table]
     for table, hooks in held:
-        table.update(dict.fromkeys(hooks, _no_hook))
+        table.update(dict.fromkeys(hooks, lambda *_: None))
     try:
         yield
     finally:
@@ -318,8 +313,9 @@ def muted_modules(modules: Sequence[nn.Module]) -> Iterator[None]:
             table.update(hooks)
 
 
-def _no_hook(*_: Any) -> None:
-    return None
+def muted_modules(modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
+    """Silence the backward hooks of modules."""
+    return _muted(t for m in modules for t in (m._backward_hooks, m._backward_pre_hooks))
 
 
 @contextmanager
@@ -328,14 +324,10 @@ def muted_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
 
     ``retain_grad`` is a hook too. It cannot be removed, so ``.grad`` is restored afterwards.
     """
-    hooks = [(t._backward_hooks, dict(t._backward_hooks)) for t in tensors if t._backward_hooks]
     retained = [(t, t.grad) for t in tensors if t.retains_grad]
-    for table, _ in hooks:
-        table.clear()
     try:
-        yield
+        with _muted(t._backward_hooks for t in tensors):
+            yield
     finally:
-        for table, entries in hooks:
-            table.update(entries)
         for t, grad in retained:
             t.grad = grad

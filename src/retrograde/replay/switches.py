@@ -8,7 +8,7 @@ modes of ``torch.overrides`` and ``torch.utils._python_dispatch`` are noted too.
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
@@ -48,7 +48,7 @@ class Switches:
     def __init__(self, device: torch.device) -> None:
         self.values = [get() for get, _ in _switches()]
         self.autocast = autocast_as_now(device)
-        self.modes = [stack() for stack, *_ in _STACKS]
+        self.modes = [_without_ours(stack()) for stack, *_ in _STACKS]
 
     @contextmanager
     def as_then(self) -> Iterator[None]:
@@ -57,50 +57,36 @@ class Switches:
         differ = [(put, then, now) for (get, put), then in pairs if (now := get()) != then]
         for put, then, _ in differ:
             put(then)
-        moved = self._set_modes()
+        stacks = zip(_STACKS, self.modes, strict=True)
+        moved = [(stack, modes) for stack, modes in stacks if _without_ours(stack[0]()) != modes]
         try:
-            with self.autocast:
+            with ExitStack() as undo:
+                for stack, modes in moved:
+                    undo.callback(_exchange, stack, _exchange(stack, modes))
+                undo.enter_context(self.autocast)
                 yield
         finally:
-            for push, pop, then, now in moved:
-                for _ in then:
-                    pop()
-                for mode in now:
-                    push(mode)
             for put, _, value in differ:
                 put(value)
 
-    def _set_modes(self) -> list[tuple[Any, Any, list[Any], list[Any]]]:
-        moved = []
-        for (stack, push, pop), then in zip(_STACKS, self.modes, strict=True):
-            now = stack()
-            if [*map(id, now)] != [*map(id, then)]:
-                every: list[Any] = [pop() for _ in range(stack(ours=True))][::-1]
-                for mode in then:
-                    push(mode)
-                moved.append((push, pop, then, every))
-        return moved
+
+def _without_ours(modes: Sequence[Any]) -> list[Any]:
+    return [mode for mode in modes if not type(mode).__module__.startswith("retrograde.")]
 
 
-def _stack_of(get: Callable[[], Sequence[Any]]) -> Any:
-    """Return a function for the modes of one kind without ours, or for the number of all."""
-
-    def stack(*, ours: bool = False) -> Any:
-        modes = get()
-        if ours:
-            return len(modes)
-        return [mode for mode in modes if not type(mode).__module__.startswith("retrograde.")]
-
-    return stack
+def _exchange(stack: Any, modes: list[Any]) -> list[Any]:
+    """Replace the modes of a stack, and return those that it had."""
+    get, push, pop = stack
+    before = [pop() for _ in get()][::-1]
+    for mode in modes:
+        push(mode)
+    return before
 
 
+# Torch's stacks of modes: for each, what gets all of them, and what pushes and pops one.
 _STACKS: Any = (
-    (
-        _stack_of(overrides._get_current_function_mode_stack),
-        overrides._push_mode,
-        overrides._pop_mode,
-    ),
-    (_stack_of(dispatch._get_current_dispatch_mode_stack), dispatch._push_mode, dispatch._pop_mode),
+    (overrides._get_current_function_mode_stack, overrides._push_mode, overrides._pop_mode),
+    (dispatch._get_current_dispatch_mode_stack, dispatch._push_mode, dispatch._pop_mode),
 )
 
 

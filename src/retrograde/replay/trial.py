@@ -54,11 +54,6 @@ class Trial(Generic[T]):
     surroundings: Surroundings
     mark: int  # autograd's sequence number when it began
 
-    @property
-    def found(self) -> Referents:
-        """The objects that the call refers to."""
-        return self.surroundings.found
-
 
 def try_out(
     call: Callable[[], T],
@@ -181,8 +176,7 @@ class _Trial(Generic[T]):
         results = self.results(value)
         roots = [t for t in results if t.requires_grad]
         leaves = [t for t in foreign_tensors(roots, mark)[0] if t.numel()]  # no anchor of a chain
-        seeds = [torch.arange(t.numel(), device=t.device).cos().to(t.dtype) for t in roots]
-        given = [seed.view(t.shape) for seed, t in zip(seeds, roots, strict=True)]
+        given = [*map(seed_of, roots)]
         with MEASURING, muted_hooks(leaves), muted_modules(self.found.parts()):
             grads = torch.autograd.grad(roots, leaves, given, allow_unused=True) if leaves else ()
         kept = [None if g is None else g.to_dense() for g in grads]
@@ -235,6 +229,12 @@ def _counts(then: Any, now: Any) -> bool:
     return type(then) is type(now) and type(now) in (int, float)
 
 
+def seed_of(t: Tensor) -> Tensor:
+    """Return some gradient of a result, whose numbers differ."""
+    numbers = torch.arange(t.numel(), dtype=torch.float32, device=t.device)
+    return numbers.mul_(0.7).cos_().to(t.dtype).view(t.shape)
+
+
 class _Seeded(TorchDispatchMode):
     """Notes whether its own thread calls an operation that may draw."""
 
@@ -262,7 +262,7 @@ class _Rewritten:
         """Restore the values; or refuse a call that wrote to a tensor that it captured."""
         for owner in self.owners:
             owner.put_back()
-            if refuse and owner.changed and (owner.mode is None or not owner.whole):
+            if refuse and owner.changed and (owner.mode is None or owner.skipped):
                 raise CellError(_WRITES.format(tuple(owner.tensors[0].shape)))
 
     def changed(self) -> tuple[Tensor, ...]:
@@ -275,42 +275,33 @@ class _Owner:
     """Tensors of one owner, and their values before a call: a module's buffers in some ``mode``, or
     a captured tensor, whose mode is None.
 
-    Of a captured tensor at most the first few numbers are noted, which are compared but not put
-    back. A large buffer that was seen not to be written to is not noted again.
+    Of a captured tensor a few numbers are noted at most. A large buffer is skipped if an earlier
+    call in this mode did not write to it.
     """
 
     def __init__(self, tensors: list[Tensor], mode: bool | None = None) -> None:
         self.tensors, self.mode, self.changed = tensors, mode, False
         self.versions = [*map(version, tensors)]
-        strided = [t for t in tensors if t.layout is torch.strided]
-        self.large = [t for t in strided if t.nbytes > _LARGE and t.dim() > 1]
-        known = [_UNWRITTEN.get(t) == (mode, version(t)) for t in self.large]
-        self.whole = all(known) if mode is None else not self.large or not all(known)
-        self.noted = strided  # sparse ones count versions
-        if mode is None:
-            self.whole = tensors[0].numel() <= _FEW
-            if not self.whole:  # batch normalization writes to vectors, and counts no version
-                self.noted = [t[:_FEW] for t in self.noted if t.dim() == 1]
-        elif not self.whole:
-            self.noted = [t for t in self.noted if not any(t is one for one in self.large)]
+        noted = [t for t in tensors if t.layout is torch.strided]  # sparse ones count versions
+        self.large = [t for t in noted if t.nbytes > _LARGE and t.dim() > 1]
+        self.skipped = {id(t) for t in self.large if _UNWRITTEN.get(t) == (mode, version(t))}
+        if mode is None:  # batch normalization writes to vectors, and counts no version
+            noted = [t[:_FEW] if t.dim() == 1 else t for t in noted]
+            noted = [t for t in noted if t.numel() <= _FEW]
+        self.noted = [t for t in noted if id(t) not in self.skipped]
         self.values = [t.detach().clone() for t in self.noted]
+        self.prints = fingerprints(self.noted)
 
     def put_back(self) -> None:
         """Restore the values, if any differs."""
         # A kernel may write without counting a version, and a write may leave the same value.
         written = self.versions != [*map(version, self.tensors)]
-        if written or not all(map(_same, self.noted, self.values)):
+        if written or self.prints != fingerprints(self.noted):
             self.changed = True
-            if self.whole:
-                device = torch.device("cpu")
-                Surroundings(device, buffers=tuple(self.noted)).restore(tuple(self.values))
+            device = torch.device("cpu")
+            Surroundings(device, buffers=tuple(self.noted)).restore(tuple(self.values))
         elif self.mode is not None:
             _UNWRITTEN.update((t, (self.mode, version(t))) for t in self.large)
-
-
-def _same(t: Tensor, then: Tensor) -> bool:
-    comparable = t.shape == then.shape and not t.is_quantized
-    return torch.equal(t, then) or (comparable and torch.allclose(t, then, 0, 0, equal_nan=True))
 
 
 _FEW = 16

@@ -174,7 +174,6 @@ class _Recurrence(torch.autograd.Function):
         inputs, state = list(saved[: ctx.n_inputs]), list(saved[ctx.n_inputs :])
         run, layout = ctx.run, ctx.layout
         parameters = run.core.parameters
-        rerun = run.surrounded(ctx.marks)
         needs = ctx.needs_input_grad[_OTHERS:]
         read = layout.read(inputs, held)
         count = len(grads) - run.states
@@ -193,7 +192,7 @@ class _Recurrence(torch.autograd.Function):
             outside=autocast_as_now(device) if casts else nullcontext(),
             asked=[_is_asked(node) for node, _ in ctx.next_functions[len(saved) :]],
         )
-        with rerun, ctx.autocast, muted_hooks([*parameters, *state]):
+        with ctx.marks.as_then(), ctx.autocast, muted_hooks([*parameters, *state]):
             try:
                 if not ctx.fresh:
                     with run.without_trace():

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from retrograde.replay.surroundings import Marks, Snapshot, as_then
+from retrograde.replay.surroundings import Snapshot
 from retrograde.replay.trees import Tensors
 from retrograde.run.core import Core, Emit, Gradients, Tape, raise_again
 from retrograde.run.layout import Inputs
@@ -86,12 +86,6 @@ class Run:
     def _until_backward(self, inputs: Inputs, emit: Emit | None) -> None:
         while self.done < len(self.actions) and not isinstance(self.actions[self.done], Backward):
             self._perform(inputs, emit)
-
-    @contextmanager
-    def surrounded(self, then: Marks) -> Iterator[None]:
-        """Set modes and switches in a block to what they were in the forward pass."""
-        with as_then(self.core.surroundings.modes, then.modes), then.switches.as_then():
-            yield
 
     @contextmanager
     def without_trace(self) -> Iterator[None]:

@@ -73,7 +73,7 @@ def run_stream(
         after = run.forward(inputs, state, lambda _, __, values, *___: _add(total, values))
         gradients.states = [None] * len(after)
         core.surroundings.cut()
-        with run.surrounded(marks):
+        with marks.as_then():
             run.backward(inputs, gradients)
             core.complete()
     if versions != [version(t) for t in mine]:

@@ -22,7 +22,7 @@ from retrograde.models.rows.rerun import Recomputable, is_free
 from retrograde.models.rows.rerun_arguments import RerunArguments
 from retrograde.models.rows.rest_of_model import FILLS, filling
 from retrograde.replay.generators import Source
-from retrograde.replay.referents import MODULE_TABLES, Referents
+from retrograde.replay.referents import MODULE_TABLES
 from retrograde.replay.surroundings import Surroundings, version
 from retrograde.replay.trial import try_out
 from retrograde.run.core import hooked
@@ -127,7 +127,7 @@ def _tried(
             f"layer {name} is given or returns a sparse tensor: expected dense ones"
         )
     made = made_by(trial.value, tensors)
-    reads = _reads_of(trial.found, trial.surroundings)
+    reads = _reads_of(trial.surroundings)
     shares = torch.is_autocast_enabled(device.type) and _shares_casts(outputs)
     tried = Tried(
         Recomputable(
@@ -236,9 +236,9 @@ def options_key(parts: Sequence[nn.Module], tensors: Sequence[Tensor]) -> Hashab
 _OPTIONS, _TABLES = (bool, int, float, str, type(None)), {dict, OrderedDict, set}
 
 
-def _reads_of(found: Referents, surroundings: Surroundings) -> list[Tensor]:
+def _reads_of(surroundings: Surroundings) -> list[Tensor]:
     """Return the parameters, buffers and captured tensors that a call reads and does not change."""
-    changing = {id(b) for b in surroundings.buffers}
+    found, changing = surroundings.found, {id(b) for b in surroundings.buffers}
     read = (*tensors_of(found.parts()), *found.tensors)
     return [t for t in read if id(t) not in changing]
 
