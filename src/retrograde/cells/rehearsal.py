@@ -4,6 +4,7 @@ Outputs, states, and the gradients of inputs and states must be the same bits (r
 parameters may differ by rounding, since they are added in another order.
 """
 
+from collections.abc import Hashable
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -11,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from retrograde.cells.cell import StepCore
+from retrograde.cells.cell import StepCore, largest_first, later_state
 from retrograde.errors import CellError
 from retrograde.replay.captured import distinct
 from retrograde.replay.fingerprints import fingerprint
@@ -26,6 +27,7 @@ from retrograde.run.settled import Settled
 from retrograde.run.states import each_once, entry
 from retrograde.schedule import Action, Advance, Backward, Load, Record, Schedule, Store
 from retrograde.sizes.allocations import apart
+from retrograde.sizes.footprint import step_bytes
 
 _STEPS = 4
 
@@ -33,6 +35,15 @@ _STEPS = 4
 class _Results(NamedTuple):
     exact: list[Tensor | None]  # outputs, states, and the gradients of inputs and first states
     parameters: list[Tensor | None]  # their gradients
+
+
+def measure_step(core: StepCore, inputs: Inputs, state: Tensors) -> tuple[Hashable, Settled]:
+    """Rehearse a cell, and return the bytes of a step, and what is known of its steps."""
+    graphless = rehearse(core, inputs, state)
+    later = later_state(core, inputs, state)
+    found = step_bytes(core, largest_first(core, inputs, later), later)
+    planned = 0 if core.per_call > 1 else core.settled.seen
+    return found, Settled(planned=planned, graphless=graphless)
 
 
 def rehearse(core: StepCore, inputs: Inputs, state: Tensors) -> bool:

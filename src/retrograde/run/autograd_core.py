@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import compress
+from itertools import compress, islice
 from typing import Any
 
 import torch
@@ -361,12 +361,16 @@ def _check_known(core: AutogradCore, step: int, foreign: int) -> None:
         )
 
 
-def run_ordinary(core: AutogradCore, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
-    """Run all steps as ordinary autograd records them; return the outputs and the last state."""
+def run_ordinary(
+    core: AutogradCore, inputs: Tensors, state: Tensors, first: Tensors | None = None
+) -> tuple[Tensors, Tensors]:
+    """Run all steps as ordinary autograd records them; return the outputs and the last state.
+    ``first`` are the outputs of step 0, if that has run, and then ``state`` is the one after it."""
     if core.fused:
         return core(inputs, state)
-    single, outputs = core.per_call == 1, []
-    for x in zip(*(t.unbind() if single else t.split(core.per_call) for t in inputs), strict=True):
+    single, outputs = core.per_call == 1, [] if first is None else [first]
+    cut = (t.unbind() if single else t.split(core.per_call) for t in inputs)
+    for x in islice(zip(*cut, strict=True), len(outputs), None):
         y, state = core(list(x), state)
         outputs.append(y)
     join = torch.stack if single else torch.cat
