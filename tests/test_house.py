@@ -140,6 +140,17 @@ def test_every_part_of_the_house_has_a_level():
     assert parts <= LEVEL.keys()
 
 
+# Rooms whose early releases say what they are for. Others follow.
+@pytest.mark.quick(3)
+@pytest.mark.parametrize("room", ["replay", "run", "cells"])
+def test_what_is_released_early_for_a_budget_says_so(room):
+    for path in sorted((PACKAGE / room).rglob("*.py")):
+        lines = path.read_text().splitlines()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Delete) and all(isinstance(t, ast.Name) for t in node.targets):
+                assert "  # BUDGET: " in lines[node.lineno - 1], f"{path}:{node.lineno}"
+
+
 @pytest.mark.quick(0)
 def test_the_wheel_holds_the_library_only(tmp_path):
     copy = tmp_path / "copy"  # where nothing was built before

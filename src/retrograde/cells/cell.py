@@ -153,32 +153,35 @@ def examine(
     x = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
     made_of = [*([cell] if made_of is None else made_of), *hooks_of_all()]
     step = _Trying(cell, x, input_spec, state, state_spec)
-    trial = try_out(step, made_of, device, _tensors_of)
-    core = _core_like(trial.value[0], cell, input_spec, state, state_spec, device)
-    outputs, states, *_ = trial.value[0]
+    results, surroundings, mark = try_out(step, made_of, device, _tensors_of)
+    core = _core_like(results[0], cell, input_spec, state, state_spec, device)
+    own = [*x, *step.leaves]
     core = replace(
         core,
-        outside=find_outside(
-            trial.surroundings.found, _tensors_of(trial.value), trial.mark, [*x, *step.leaves]
-        ),
-        surroundings=trial.surroundings,
-        aliases=tuple(next((j for j, t in enumerate(states) if t is y), None) for y in outputs),
+        outside=find_outside(surroundings.found, _tensors_of(results), mark, own),
+        surroundings=surroundings,
+        aliases=_aliases(*results[0][:2]),
         copied=step.copied if any(step.copied) else (),
     )
     if core.first_spec is None:
         return core
     # A cell whose step 0 makes the state may create leaves. Nothing refers to these once the trial
     # is released.
-    pairs = zip(core.outside.parameters, core.outside.targets, strict=True)
-    references = [(weakref.ref(p), None if t is p else t) for p, t in pairs]
+    outside = core.outside.parameters, core.outside.targets
+    references = [(weakref.ref(p), None if t is p else t) for p, t in zip(*outside, strict=True)]
     core = replace(core, outside=Outside([], []))
-    trial.value.clear()
-    del outputs, states, pairs
+    outside = [], []
+    results.clear()
     kept = [(p, t) for reference, t in references if (p := reference()) is not None]
     parameters = [p for p, _ in kept]
     cut = any(t is not None for _, t in kept)
     targets = [p if t is None else t for p, t in kept] if cut else parameters
     return replace(core, outside=Outside(parameters, targets), made=len(references) - len(kept))
+
+
+def _aliases(outputs: Tensors, states: Tensors) -> tuple[int | None, ...]:
+    """Return which part of the state each output is."""
+    return tuple(next((j for j, t in enumerate(states) if t is y), None) for y in outputs)
 
 
 def later_state(core: StepCore, inputs: Inputs, state: Tensors) -> Tensors:

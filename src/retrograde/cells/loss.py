@@ -197,7 +197,7 @@ def examine_loss(
     )
     probed = replace(stream, probed=probing.found)
     if isinstance(part, RangeLoss) and len(stream) > 1:
-        del pairs, inputs, tree  # before other steps are read
+        del pairs, inputs, tree  # BUDGET: before other steps are read
         _check_sum(part, probed, state)
     return core, probed
 

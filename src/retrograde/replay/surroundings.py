@@ -12,8 +12,8 @@ Most calls draw nothing and change nothing; then nothing is stored.
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from typing import Any, cast
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,23 +90,8 @@ class Marks:
                 slot.write(value)
 
 
-@dataclass(frozen=True, eq=False)
-class Left(Slot):
-    """A name under which a call leaves tensors that have a history."""
-
-    def cut(self) -> None:
-        """Keep the tensors that a forward pass left from being differentiated."""
-        if (value := self.read()) is not ABSENT:
-            self.write(pytree.tree_map_only(Tensor, partial(_cut, self.called), value))
-
-
-def _cut(name: str, t: Tensor) -> Tensor:
-    real = t.is_floating_point() or t.is_complex()
-    return cast(Tensor, _Cut.apply(t.detach().requires_grad_(), name)) if real else t  # type: ignore[no-untyped-call]
-
-
 class _Cut(torch.autograd.Function):
-    """A tensor that a step left, without the graph behind it."""
+    """A tensor that a step left, without the graph behind it, and with an error in its place."""
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, name: str) -> Tensor:
@@ -143,7 +128,7 @@ class Surroundings:
     buffers: tuple[Tensor, ...] = ()
     moving: tuple[Slot, ...] = ()
     changing: tuple[Slot, ...] = ()
-    left: tuple[Left, ...] = ()
+    left: tuple[Slot, ...] = ()
     left_bytes: int = 0
     growing: tuple[list[Any], ...] = ()
     found: Referents = field(default_factory=Referents)
@@ -197,9 +182,15 @@ class Surroundings:
 
     def cut(self) -> None:
         """Keep everybody from differentiating the tensors that the forward pass left."""
+
+        def apart(t: Tensor) -> Any:
+            real = t.is_floating_point() or t.is_complex()
+            return _Cut.apply(t.detach().requires_grad_(), slot.called) if real else t  # type: ignore[no-untyped-call]
+
         with torch.enable_grad():
-            for left in self.left:
-                left.cut()
+            for slot in self.left:
+                if (value := slot.read()) is not ABSENT:
+                    slot.write(pytree.tree_map_only(Tensor, apart, value))
 
     @contextmanager
     def without_trace(self) -> Iterator[None]:

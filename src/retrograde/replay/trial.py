@@ -17,7 +17,6 @@ call wrote to, lists, a closure's variables, globals, and what cannot be found f
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -32,7 +31,6 @@ from retrograde.replay.fingerprints import fingerprints
 from retrograde.replay.generators import Source, sources
 from retrograde.replay.referents import TABLES, Referents, find_referents
 from retrograde.replay.surroundings import (
-    Left,
     Slot,
     Surroundings,
     Values,
@@ -46,24 +44,16 @@ from retrograde.replay.switches import autocast_as_now
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Trial(Generic[T]):
-    """The result of a trial call, and the surroundings that it depends on."""
-
-    value: T
-    surroundings: Surroundings
-    mark: int  # autograd's sequence number when it began
-
-
 def try_out(
     call: Callable[[], T],
     made_of: Sequence[Any],
     device: torch.device,
     results: Callable[[T], Sequence[Tensor]],
-) -> Trial[T]:
+) -> tuple[T, Surroundings, int]:
     """Run a call with autograd recording, and put back what it drew and changed, but for caches.
 
-    ``made_of`` are the objects in which to search for what the call depends on.
+    ``made_of`` are the objects in which to search for what the call depends on. Returns the result,
+    the surroundings that the call depends on, and autograd's sequence number when it began.
 
     Raises:
         CellError: the call keeps a state of its own, writes to a captured tensor, or computes
@@ -78,7 +68,7 @@ def try_out(
             trial.rewind()
             trial.before.restore()
             raise
-        return Trial(value, trial.surroundings(), mark)
+        return value, trial.surroundings(), mark
 
 
 class _Trial(Generic[T]):
@@ -99,7 +89,7 @@ class _Trial(Generic[T]):
         # What every call changes, and its value before the last.
         self.changing: dict[Slot, Any] = {}
         self.matter = False  # whether the call depends on what it changes
-        self.left: list[Left] = []
+        self.left: list[Slot] = []
         self.left_bytes = 0
         self.growing: dict[int, list[Any]] = {}  # by id
 
@@ -165,7 +155,7 @@ class _Trial(Generic[T]):
         for slot in self.changing:
             tensors = [] if _registered(self.found, slot) else tensors_in(slot.read())
             if any(t.grad_fn is not None for t in tensors):
-                self.left.append(Left(slot.holder, slot.key, slot.called))
+                self.left.append(slot)
             else:
                 counted.update({t.untyped_storage().data_ptr(): t.nbytes for t in tensors})
         self.left_bytes = sum(counted.values())

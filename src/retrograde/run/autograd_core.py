@@ -155,7 +155,7 @@ class AutogradCore(Core):
                         linked = (t.requires_grad or not is_real(t) for t in (*outputs, *state))
                         settled.linked &= all(linked)
                 emit(k, k + 1, outputs, state)
-                del outputs
+                del outputs  # BUDGET: before the next step runs
         return state
 
     def record(
@@ -174,7 +174,7 @@ class AutogradCore(Core):
             ]
             pairs = each_once((lambda t: (as_leaf(t),) * 2) if self.fused else entry, state)
             first, given = [leaf for leaf, _ in pairs], [s for _, s in pairs]
-            del state, pairs
+            del state, pairs  # BUDGET: the states given, of which leaves are in use now
             entries, watch = [_edge(s) for s in given], None
             if self.watched:
                 watch = LeafWatch([*x, *first, *self.targets], self.targets, mark)
@@ -191,7 +191,7 @@ class AutogradCore(Core):
                 if watch is not None:
                     _check_known(self, start, watch.foreign([*outputs, *after]))
             output_edges, state_edges = [_edge(y) for y in outputs], [_edge(t) for t in after]
-            del outputs, watch
+            del outputs, watch  # BUDGET: outputs that the graph does not save
             after = each_once(Tensor.detach if self.fused else renewed, after)
         return Graph(
             start=start,
@@ -219,7 +219,7 @@ class AutogradCore(Core):
         # Edges without a gradient are freed before any gradient is allocated.
         tape.output_edges, tape.state_edges, tape.entries = [], [], []
         given = [(edge, g) for edge, g in seeded if edge is not None and g is not None]
-        del seeded
+        del seeded  # BUDGET: gradients that go nowhere
         roots, seeds = [edge for edge, _ in given], [g for _, g in given]
 
         known = {id(t) for t in self.targets}

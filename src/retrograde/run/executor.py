@@ -193,7 +193,7 @@ class Run:
         with torch.no_grad():
             states = self.core.advance(inputs, start, stops, state, emit)
         *between, (self.position, self.state) = zip(stops, states, strict=True)
-        del states
+        del states  # BUDGET: the current state is released when the next step has run
         for at, state in between:
             self.stored[at] = state, self.core.surroundings.capture()
 

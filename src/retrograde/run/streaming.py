@@ -104,9 +104,8 @@ def _hand_over(core: Core, stream: Stream, state: Tensors, gradients: "_Streamed
     wanted = [t is not None and t.requires_grad for t in owners]
     tensors = [t for t, is_wanted in zip(owners, wanted, strict=True) if is_wanted]
     grads = [g for g, is_wanted in zip(found, wanted, strict=True) if is_wanted]
-    # Nothing else refers to the gradients now, so they become .grad without a copy.
     gradients.states, gradients.parameters, gradients.inputs = [], [], []
-    del found
+    del found  # BUDGET: what nothing else refers to becomes .grad without a copy
     if tensors:
         with torch.enable_grad():
             _HandOver.apply(grads, *tensors).backward()  # type: ignore[no-untyped-call]

@@ -120,25 +120,25 @@ def _tried(
 
     device = device_of(*tensors)
     with hooked(f"layer {name}"):
-        trial = try_out(call, [*layers, *hooks_of_all()], device, tensors_in)
-    outputs = tensors_in(trial.value)
+        result, surroundings, _ = try_out(call, [*layers, *hooks_of_all()], device, tensors_in)
+    outputs = tensors_in(result)
     if any(t.layout is not torch.strided for t in (*tensors, *outputs)):
         raise NotExactError(
             f"layer {name} is given or returns a sparse tensor: expected dense ones"
         )
-    made = made_by(trial.value, tensors)
-    reads = _reads_of(trial.surroundings)
+    made = made_by(result, tensors)
+    reads = _reads_of(surroundings)
     shares = torch.is_autocast_enabled(device.type) and _shares_casts(outputs)
     tried = Tried(
         Recomputable(
-            name, forward, trial.surroundings, reads, shares, replace(reruns, counts=True), fill
+            name, forward, surroundings, reads, shares, replace(reruns, counts=True), fill
         ),
         wants=tuple(t.requires_grad for t in outputs),
         is_apart=any(t is not None and t.untyped_storage().nbytes() for t in made),
         writes=versions != [version(t) for t in tensors],
         made=bytes_made,
     )
-    del trial, outputs, made
+    del result, outputs, made
     if any(one() is not None for one in saved):  # what a graph saved lives as long as that
         gc.collect()  # of cycles
     if any(one() is not None for one in saved):
