@@ -72,7 +72,7 @@ class StepCore(AutogradCore):
         return self.outside.targets
 
     @property
-    def numbers(self) -> bool:
+    def numbers(self) -> bool:  # type: ignore[override]
         return any(not shape and place.type == "cpu" for shape, _, place in self.state_like)
 
     def recording(self) -> AbstractContextManager[Any]:
@@ -257,10 +257,13 @@ def _core_like(
     """Return a core whose steps return what step 0 did, with no parameters and no surroundings."""
     outputs, states, output_spec, after_spec = result
     settles = changes_structure(result, state, state_spec)
-    if settles:
-        like = tuple(map(like_of, states))
-    else:
-        like = state_form(states, state, device)
+    like = [*map(like_of, states if settles else state)]
+    if not settles:
+        if torch.is_autocast_enabled(device.type) and len(states) == len(state):
+            # A float32 state often becomes half precision from step 0 on.
+            for i, (t, was) in enumerate(zip(states, state, strict=True)):
+                if t.is_floating_point() and was.is_floating_point():
+                    like[i] = was.shape, t.dtype, was.device
         _check_like("state", states, after_spec, like, state_spec)
     return StepCore(
         cell=cell,
@@ -269,7 +272,7 @@ def _core_like(
         first_spec=state_spec if settles else None,
         first_like=tuple(map(like_of, state)),
         output_spec=output_spec,
-        state_like=like,
+        state_like=tuple(like),
         output_like=tuple(map(like_of, outputs)),
         outside=Outside([], []),
         surroundings=Surroundings(device),
@@ -277,25 +280,11 @@ def _core_like(
     )
 
 
-def state_form(states: Tensors, given: Tensors, device: torch.device) -> tuple[Like, ...]:
-    """Return the form of a state after a step.
-
-    It is the form before the step, with one exception: under autocast a float32 state often becomes
-    half precision from step 0 on.
-    """
-    like = [like_of(t) for t in given]
-    if torch.is_autocast_enabled(device.type) and len(states) == len(given):
-        for i, (t, (shape, dtype, place)) in enumerate(zip(states, like, strict=True)):
-            if t.is_floating_point() and dtype.is_floating_point:
-                like[i] = shape, t.dtype, place
-    return tuple(like)
-
-
 def changes_structure(result: Result, given: Tensors, spec: Structure) -> bool:
     """Return whether step 0 changed the structure of a state that held a None or a number."""
     _, states, _, after_spec = result
     differs = after_spec != spec and [*map(like_of, states)] != [*map(like_of, given)]
-    return differs and spec.has_more_than_tensors
+    return differs and any(kind is not Tensor for kind in spec.kinds)
 
 
 def _tensors_of(results: list[Result]) -> Tensors:

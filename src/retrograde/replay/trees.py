@@ -28,11 +28,6 @@ class Structure:
     spec: pytree.TreeSpec
     kinds: tuple[type, ...]
 
-    @property
-    def has_more_than_tensors(self) -> bool:
-        """Whether some leaf is not a tensor."""
-        return any(kind is not Tensor for kind in self.kinds)
-
     def unflatten(self, tensors: Sequence[Tensor | None]) -> Any:
         """Return the tree with these tensors as its leaves."""
         if self is LEAF:

@@ -212,11 +212,11 @@ def assigned_values(
     finally:
         trial.rewind()
         trial.before.restore()
-    return [one for one in slots if tensors_in(one[2]) or _counts(*one[1:])]
-
-
-def _counts(then: Any, now: Any) -> bool:
-    return type(then) is type(now) and type(now) in (int, float)
+    return [
+        (slot, then, now)
+        for slot, then, now in slots
+        if tensors_in(now) or (type(then) is type(now) and type(now) in (int, float))
+    ]
 
 
 def seed_of(t: Tensor) -> Tensor:

@@ -55,6 +55,7 @@ class AutogradCore(Core):
     aliases: tuple[int | None, ...]
     made = 0  # leaves that step 0 makes itself
     per_call = 1  # steps of a call, if it is not fused
+    numbers = False  # whether the state holds numbers
 
     @property
     def stepwise(self) -> bool:  # type: ignore[override]
@@ -94,11 +95,6 @@ class AutogradCore(Core):
     @abstractmethod
     def next_state(self, inputs: Tensors, state: Tensors) -> Tensors:
         """As a call, but return the state only; work for the outputs alone may be skipped."""
-
-    @property
-    def numbers(self) -> bool:
-        """Whether the state holds numbers."""
-        return False
 
     def try_first(self, inputs: Tensors, state: Tensors) -> object:
         """Run the trial step that precedes every call, and return what it holds."""
