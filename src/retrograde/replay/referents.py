@@ -227,7 +227,7 @@ def _members(kind: type) -> frozenset[str]:
 
 
 def _is_data(value: Any) -> bool:
-    return not callable(value) and not hasattr(type(value), "__get__")
+    return not hasattr(type(value), "__get__")
 
 
 def _is_library(name: str | None) -> bool:
