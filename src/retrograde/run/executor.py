@@ -135,7 +135,7 @@ class Run:
             with settled.within(stop - start):
                 self._record_all(inputs, start, stop, emit)
         except LargerSteps as larger:
-            done = larger.step
+            (done,) = larger.args
         if done < stop:
             del self.tapes[count:]
             self._put_off(inputs, later, emit and (lambda a, *rest: a < done or emit(a, *rest)))

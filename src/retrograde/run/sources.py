@@ -169,9 +169,10 @@ class Moved:
         return pinned.to(self.device, non_blocking=True)
 
 
-#: The inputs of all steps. It has a length, the ``structure`` of a step's input, and for each leaf,
-#: in ``trained``, the caller's tensor of all steps, if that requires a gradient. Indexed by a step
-#: or a range it returns leaves, a range's with time first; every read gives the same values.
+#: The inputs of all steps. A source has a length, and the ``structure`` of a step's input. For each
+#: leaf, ``trained`` has the caller's tensor of all steps, if that requires a gradient. A source is
+#: indexed by a step or a range, and returns leaves, with time first for a range. Every read gives
+#: the same values.
 Source = TimeFirst | Steps | Moved
 
 

@@ -70,7 +70,7 @@ def run_stream(
     versions, marks = [version(t) for t in mine], core.surroundings.marks()
     run = Run(core, schedule, len(stream), prints=core.prints(len(stream)))
     with autocast_as_now(device), muted_hooks([*core.parameters, *state]):
-        after = run.forward(inputs, state, lambda _, __, values, *___: _add(total, values))
+        after = run.forward(inputs, state, lambda _, __, ys, *___: total.add_(ys[0].detach()))
         gradients.states = [None] * len(after)
         core.surroundings.cut()
         with marks.as_then():
@@ -83,10 +83,6 @@ def run_stream(
         )
     _hand_over(core, stream, state, gradients)
     return total, [with_attributes(t.detach(), t) for t in after]
-
-
-def _add(total: Tensor, values: Tensors) -> None:
-    total.add_(values[0].detach())
 
 
 def _work(schedule: Schedule) -> int:
