@@ -99,9 +99,12 @@ def _run(
         roots = [t for t in (*outputs, *after) if t.requires_grad]
         found: tuple[Tensor | None, ...] = ()
         if roots and wanted:
-            found = torch.autograd.grad(
-                roots, wanted, [*map(seed_of, roots)], allow_unused=True, retain_graph=True
-            )
+            seeds = [*map(seed_of, roots)]
+            # A loop in a loop is tried in the backward pass, under the lock that this thread holds.
+            with torch.autograd.set_multithreading_enabled(False):
+                found = torch.autograd.grad(
+                    roots, wanted, seeds, allow_unused=True, retain_graph=True
+                )
     by = {id(t): g for t, g in zip(wanted, found, strict=False)}
     known = {id(t) for t in parameters}  # a state may be one
     exact = [*(t.detach() for t in (*outputs, *after)), *(by.get(id(t)) for t in x)]
