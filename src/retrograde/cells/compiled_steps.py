@@ -123,12 +123,7 @@ def _alike(state: Tensors) -> Tensors:
     """
     if not torch.is_grad_enabled():
         return [t.detach() for t in state]
-    seen: set[int] = set()
-    found = []
-    for t in state:
-        found.append((t.view_as(t) if id(t) in seen else t) if t.requires_grad else as_leaf(t))
-        seen.add(id(t))
-    return found
+    return [t.view_as(t) if t.requires_grad else as_leaf(t) for t in state]
 
 
 class _Block:

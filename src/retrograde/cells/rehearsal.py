@@ -18,7 +18,7 @@ from retrograde.replay.captured import distinct
 from retrograde.replay.fingerprints import fingerprint
 from retrograde.replay.surroundings import muted_hooks
 from retrograde.replay.trees import Tensors
-from retrograde.replay.trial import OTHERWISE, seed_of
+from retrograde.replay.trial import seed_of
 from retrograde.run.autograd import run_schedule
 from retrograde.run.autograd_core import run_ordinary
 from retrograde.run.core import raise_again
@@ -72,7 +72,11 @@ def _compare(core: StepCore, inputs: Inputs, state: Tensors) -> bool:
     if _alike(plain, _run(core, inputs, state, in_parts=True)):
         return graphless
     if not _alike(plain, _run(core, inputs, state, in_parts=False)):
-        raise CellError(OTHERWISE)
+        raise CellError(
+            "the cell computes something else when it is run again with the same arguments: "
+            "expected the same bits; make what it depends on part of the inputs, of the state or "
+            "of a buffer, or use memory=None"
+        )
     raise CellError(
         "the cell computes other results or gradients in parts than in one loop: expected a step "
         "to depend on the values of its state only, and not on whether it is the tensor that "

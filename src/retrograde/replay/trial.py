@@ -56,8 +56,7 @@ def try_out(
     the surroundings that the call depends on, and autograd's sequence number when it began.
 
     Raises:
-        CellError: the call keeps a state of its own, writes to a captured tensor, or computes
-            something else when it runs again.
+        CellError: the call keeps a state of its own, or writes to a captured tensor.
     """
     found = find_referents(made_of)
     with MEASURING, unpacked(), torch.enable_grad():
@@ -298,11 +297,6 @@ _FEW = 16
 _LARGE = 65536  # bytes
 # Large buffers, and in which mode no call wrote to them.
 _UNWRITTEN: Any = WeakTensorKeyDictionary()
-OTHERWISE = (
-    "the cell computes something else when it is run again with the same arguments: expected the "
-    "same bits; make what it depends on part of the inputs, of the state or of a buffer, or use "
-    "memory=None"
-)
 _KEEPS = (
     "the cell keeps a state of its own in {}, which a step writes and a later one reads: expected "
     "the state to hold all that steps hand on; make it part of the state, or name its module in "
