@@ -278,7 +278,8 @@ class _Owner:
             noted = [t[:_FEW] if t.dim() == 1 else t for t in noted]
             noted = [t for t in noted if t.numel() <= _FEW]
         self.noted = [t for t in noted if id(t) not in self.skipped]
-        self.values = [t.detach().clone() for t in self.noted]
+        self.kept = Surroundings(torch.device("cpu"), buffers=tuple(self.noted))
+        self.values = self.kept.capture()
         self.prints = fingerprints(self.noted)
 
     def put_back(self) -> None:
@@ -287,8 +288,7 @@ class _Owner:
         written = self.versions != [*map(version, self.tensors)]
         if written or self.prints != fingerprints(self.noted):
             self.changed = True
-            device = torch.device("cpu")
-            Surroundings(device, buffers=tuple(self.noted)).restore(tuple(self.values))
+            self.kept.restore(self.values)
         elif self.mode is not None:
             _UNWRITTEN.update((t, (self.mode, version(t))) for t in self.large)
 
