@@ -24,7 +24,7 @@ from retrograde.errors import RetrogradeError
 from retrograde.machine import MEASURING, unpacked
 from retrograde.replay.generators import Source
 from retrograde.replay.referents import Referents
-from retrograde.replay.switches import Switches, autocast_as_now
+from retrograde.replay.switches import Switch, Switches, autocast_as_now
 
 ABSENT: Any = object()  #: Stands for the value of a name that has none.
 #: The states of generators, copies of buffers, and noted values. Only tensors take torch's memory.
@@ -64,30 +64,6 @@ class Slot:
             self.holder.pop(self.key, None)
         else:
             self.holder[self.key] = value
-
-
-class Marks:
-    """What surrounds a call that begins now, besides what :meth:`Surroundings.capture` copies: the
-    switches of torch, and the modes of modules."""
-
-    def __init__(self, modes: Sequence[Slot], device: torch.device) -> None:
-        self.switches, self.modes = Switches(device), modes
-        self.values = [slot.read() for slot in modes]
-
-    @contextmanager
-    def as_then(self) -> Iterator[None]:
-        """Set all of it in a block to what it was."""
-        now = [slot.read() for slot in self.modes]
-        changes = [*zip(self.modes, self.values, now, strict=True)]
-        changes = [(slot, a, b) for slot, a, b in changes if a is not b]
-        for slot, then, _ in changes:
-            slot.write(then)
-        try:
-            with self.switches.as_then():
-                yield
-        finally:
-            for slot, _, value in changes:
-                slot.write(value)
 
 
 class _Cut(torch.autograd.Function):
@@ -144,17 +120,18 @@ class Surroundings:
         return bool(self.sources or self.buffers or self.moving)
 
     @cached_property
-    def modes(self) -> list[Slot]:
+    def modes(self) -> list[Switch]:
         """What decides how modules run: whether they train, their parameters and buffers."""
         parts = self.found.parts()
         tables: Any = (table for m in parts for table in (m._parameters, m._buffers))
         of_modules = [table for table in tables if isinstance(table, dict)]  # no scripted one's
-        found = [Slot(m, "training", "training") for m in parts]
-        return [*found, *(Slot(table, name, name) for table in of_modules for name in table)]
+        slots = [Slot(m, "training", "training") for m in parts]
+        slots += [Slot(table, name, name) for table in of_modules for name in table]
+        return [(slot.read, slot.write) for slot in slots]
 
-    def marks(self) -> Marks:
-        """Note what surrounds a call that begins now."""
-        return Marks(self.modes, self.device)
+    def marks(self) -> Switches:
+        """Note what surrounds a call that begins now, besides what :meth:`capture` copies."""
+        return Switches(self.device, self.modes)
 
     def capture(self) -> Snapshot:
         """Copy the present surroundings; the copy is empty for a call that depends on none."""
@@ -220,7 +197,7 @@ class Surroundings:
             yield
 
     @contextmanager
-    def rerun(self, then: Marks) -> Iterator[None]:
+    def rerun(self, then: Switches) -> Iterator[None]:
         """Run steps again as they ran when some marks were taken, and leave no trace."""
         with then.as_then(), self.without_trace():
             yield

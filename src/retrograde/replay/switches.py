@@ -43,18 +43,20 @@ def _switches() -> Sequence[Switch]:
 
 
 class Switches:
-    """The switches and modes at one moment, of a call on a device."""
+    """The switches and modes at one moment, of a call on a device, and ``others`` of its own."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.values = [get() for get, _ in _switches()]
+    def __init__(self, device: torch.device, others: Sequence[Switch] = ()) -> None:
+        self.switches = [*_switches(), *others]
+        self.values = [get() for get, _ in self.switches]
         self.autocast = autocast_as_now(device)
         self.modes = [_without_ours(stack()) for stack, *_ in _STACKS]
 
     @contextmanager
     def as_then(self) -> Iterator[None]:
         """Set all of them in a block to what they were, if they differ."""
-        pairs = zip(_switches(), self.values, strict=True)
-        differ = [(put, then, now) for (get, put), then in pairs if (now := get()) != then]
+        now = [get() for get, _ in self.switches]
+        each = zip(self.switches, self.values, now, strict=True)
+        differ = [(put, then, value) for (_, put), then, value in each if not _same(then, value)]
         for put, then, _ in differ:
             put(then)
         stacks = zip(_STACKS, self.modes, strict=True)
@@ -68,6 +70,11 @@ class Switches:
         finally:
             for put, _, value in differ:
                 put(value)
+
+
+def _same(a: Any, b: Any) -> bool:
+    tensors = isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor)
+    return a is b or (not tensors and bool(a == b))
 
 
 def _without_ours(modes: Sequence[Any]) -> list[Any]:
