@@ -82,7 +82,7 @@ class _Trial(Generic[T]):
     ) -> None:
         self.call, self.found, self.device, self.results = call, found, device, results
         self.sources = {source: source.copy() for source in sources(device, found.generators)}
-        self.drawn: set[Source] = set()
+        self.drawn: dict[Source, Any] = {}  # and where each was after the call
         self.written = _Rewritten(found)
         self.before = Values(found)
         # What every call changes, and its value before the last.
@@ -98,6 +98,12 @@ class _Trial(Generic[T]):
         Return autograd's sequence number before the last call, and its result.
         """
         mark, value = self.once()
+        if self.drawn and threading.active_count() > 1:  # another thread may have moved a generator
+            del value  # BUDGET: the graph of one call at a time
+            self.rewind()
+            moved, self.drawn = self.drawn, {}
+            mark, value = self.once(_Seeded())
+            self.drawn = {s: at for s, at in self.drawn.items() if moved.get(s) == at}
         first = self.before.changed()
         if not first:
             return mark, value
@@ -122,22 +128,21 @@ class _Trial(Generic[T]):
                 raise CellError(_KEEPS.format(slot.called))
         return mark, value
 
-    def once(self) -> tuple[int, T]:
+    def once(self, own: "_Seeded | None" = None) -> tuple[int, T]:
         """Call from the states at the beginning. Return autograd's sequence number, and the result.
 
         Autocast's weight cache is off: casts of an earlier call would look like tensors from
-        outside. If other threads run, one may have moved torch's generators.
+        outside. ``own`` says whether this thread moves torch's generators.
         """
         self.rewind()
-        own = _Seeded() if threading.active_count() > 1 else None
         try:
             with autocast_as_now(self.device), own or nullcontext():
                 found = torch._C._autograd._get_sequence_nr(), self.call()
         finally:
             for source, then in self.sources.items():
                 ours = own is None or own.seen or not isinstance(source.generator, torch.Generator)
-                if ours and source.position() != then.position():
-                    self.drawn.add(source)
+                if ours and (now := source.position()) != then.position():
+                    self.drawn[source] = now
         self.written.put_back(refuse=True)
         return found
 
@@ -181,7 +186,7 @@ class _Trial(Generic[T]):
         slots = (*before,)
         return Surroundings(
             self.device,
-            sources=tuple(s for s in self.sources if s in self.drawn),
+            sources=(*self.drawn,),
             buffers=self.written.changed(),
             moving=slots if self.matter else (),
             changing=slots,
@@ -230,10 +235,6 @@ class _Seeded(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seen = False
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch loads its compiler at the first operation, for a second
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen |= torch.Tag.nondeterministic_seeded in func.tags
