@@ -33,6 +33,10 @@ class Begins(nn.Module):
                     else self.net(x, state)
                 )
                 return h, h
+            case "a leaf":  # as some spiking neurons make it
+                state = x.new_zeros(len(x), 5, requires_grad=True) if state is None else state
+                h = self.net(x, state)
+                return h, h
             case "dict":
                 state = state or {"h": self.start.expand(len(x), 5), "sum": x.sum(-1), "none": None}
                 h = self.net(x, state["h"])
@@ -65,10 +69,10 @@ def compared(cell, x, state, wanted, memory, seed=3):
     return after
 
 
-KINDS = ["tensor", "first input", "dict", "part of it", "a number"]
+KINDS = ["tensor", "first input", "dict", "part of it", "a number", "a leaf"]
 
 
-@pytest.mark.quick(5)
+@pytest.mark.quick(6)
 @pytest.mark.parametrize("length", [1, 2, 11])
 @pytest.mark.parametrize("kind", KINDS)
 def test_step_0_settles_the_state(kind, length):

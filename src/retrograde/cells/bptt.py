@@ -5,7 +5,6 @@ Time* (2016). Inputs are read when a step needs them, the loss is computed step 
 are dropped at once. Only what the schedule keeps is in memory.
 """
 
-from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, SupportsIndex, cast
@@ -17,7 +16,7 @@ from torch.utils import _pytree as pytree
 from retrograde.cells.as_cell import as_cell
 from retrograde.cells.cell import Cell, StepCore, later_state
 from retrograde.cells.loss import Loss, RangeLoss, StepLoss, examine_loss
-from retrograde.cells.rehearsal import rehearse
+from retrograde.cells.rehearsal import measure_step
 from retrograde.errors import CellError, RetrogradeError
 from retrograde.plan import plan
 from retrograde.plan.fit import Fit
@@ -36,7 +35,7 @@ from retrograde.run.streaming import Progress, TakeInput, run_stream
 from retrograde.run.transforms import besides_forward, refuse_transforms, uncompiled
 from retrograde.schedule import Schedule
 from retrograde.sizes.cache import CellFits, signature
-from retrograde.sizes.footprint import grown, step_bytes
+from retrograde.sizes.footprint import grown
 from retrograde.units import Memory, parse_memory
 
 # A cell with its loss is measured once for its shapes and a budget: the core, and its fit.
@@ -257,7 +256,7 @@ def _fitted(task: _Task, inputs: Any, memory: Memory) -> tuple[Core, Schedule]:
     """Return the core and the schedule for a budget."""
     source, first = task.stream.source, cast(StepCore, task.cores[0].core)
     source = source.source if isinstance(source, Moved) else source
-    parts = [first.found]
+    parts = [first.surroundings.found]
     read: tuple[Any, ...] = (type(source),)
     if isinstance(source, TimeFirst):
         read += tuple(isinstance(t, Tensor) for t in source.leaves)
@@ -266,22 +265,14 @@ def _fitted(task: _Task, inputs: Any, memory: Memory) -> tuple[Core, Schedule]:
     tensors = map(signature, (*source[0], *task.state, *first.parameters))
     shapes = torch.get_num_threads(), task.stream.wanted, read, *tensors
 
-    def later() -> Tensors:
-        return later_state(first, task.probed, task.state)
-
-    def step() -> tuple[Hashable, Settled]:
-        graphless = rehearse(first, task.probed, task.state)
-        found = step_bytes(first, task.probed, later())
-        return found, Settled(planned=first.settled.seen, graphless=graphless)
-
     def find(settled: Settled) -> tuple[int, Fit]:
-        state = later()
+        state = later_state(first, task.probed, task.state)
         sizes = footprints(task.cores, task.probed, state, memory, first=task.state)
         if settled.larger:
             sizes = [grown(one, settled.planned / max(1, first.settled.seen)) for one in sizes]
         return fit_fastest(task.cores, sizes, task.probed, state, memory)
 
-    key = repr(memory), len(source)
+    key, step = (repr(memory), len(source)), partial(measure_step, first, task.probed, task.state)
     (number, found), settled = _FITS.fit(parts, shapes, key, step, find)
     core = replace(cast(StepCore, task.cores[number].core), settled=settled)
     return core, found.schedule

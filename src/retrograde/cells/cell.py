@@ -17,7 +17,6 @@ from torch import Tensor
 
 from retrograde.errors import CellError
 from retrograde.replay.captured import Outside, find_outside
-from retrograde.replay.referents import Referents
 from retrograde.replay.surroundings import Surroundings, version
 from retrograde.replay.trees import LEAF, Structure, Tensors, flatten, flatten_state
 from retrograde.replay.trial import try_out
@@ -58,7 +57,6 @@ class StepCore(AutogradCore):
     fused: bool = False
     output_is_total: bool = False
     without_outputs: Cell | None = None
-    found: Referents = field(default_factory=Referents)
     copied: tuple[bool, ...] = ()
     first_spec: Structure | None = None
     first_like: tuple[Like, ...] = ()
@@ -74,7 +72,7 @@ class StepCore(AutogradCore):
         return self.outside.targets
 
     @property
-    def numbers(self) -> bool:
+    def numbers(self) -> bool:  # type: ignore[override]
         return any(not shape and place.type == "cpu" for shape, _, place in self.state_like)
 
     def recording(self) -> AbstractContextManager[Any]:
@@ -91,7 +89,7 @@ class StepCore(AutogradCore):
     def complete(self) -> None:
         self.settled.complete()
         used = {id(t) for t in self.parameters}
-        unused = any(t.requires_grad and id(t) not in used for t in self.found.tensors)
+        unused = any(t.requires_grad and id(t) not in used for t in self.surroundings.found.tensors)
         self.settled.walked = not (self.surroundings.moves or self.numbers or unused)
 
     def __call__(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
@@ -155,31 +153,35 @@ def examine(
     x = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
     made_of = [*([cell] if made_of is None else made_of), *hooks_of_all()]
     step = _Trying(cell, x, input_spec, state, state_spec)
-    trial = try_out(step, made_of, device, _tensors_of)
-    core = _core_like(trial.value[0], cell, input_spec, state, state_spec, device)
-    outputs, states, *_ = trial.value[0]
+    results, surroundings, mark = try_out(step, made_of, device, _tensors_of)
+    core = _core_like(results[0], cell, input_spec, state, state_spec, device)
+    own = [*x, *step.leaves]
     core = replace(
         core,
-        outside=find_outside(trial.found, _tensors_of(trial.value), trial.mark, [*x, *step.leaves]),
-        surroundings=trial.surroundings,
-        aliases=tuple(next((j for j, t in enumerate(states) if t is y), None) for y in outputs),
-        found=trial.found,
+        outside=find_outside(surroundings.found, _tensors_of(results), mark, own),
+        surroundings=surroundings,
+        aliases=_aliases(*results[0][:2]),
         copied=step.copied if any(step.copied) else (),
     )
     if core.first_spec is None:
         return core
     # A cell whose step 0 makes the state may create leaves. Nothing refers to these once the trial
     # is released.
-    pairs = zip(core.outside.parameters, core.outside.targets, strict=True)
-    references = [(weakref.ref(p), None if t is p else t) for p, t in pairs]
+    outside = core.outside.parameters, core.outside.targets
+    references = [(weakref.ref(p), None if t is p else t) for p, t in zip(*outside, strict=True)]
     core = replace(core, outside=Outside([], []))
-    trial.value.clear()
-    del outputs, states, pairs
+    outside = [], []
+    results.clear()
     kept = [(p, t) for reference, t in references if (p := reference()) is not None]
     parameters = [p for p, _ in kept]
     cut = any(t is not None for _, t in kept)
     targets = [p if t is None else t for p, t in kept] if cut else parameters
     return replace(core, outside=Outside(parameters, targets), made=len(references) - len(kept))
+
+
+def _aliases(outputs: Tensors, states: Tensors) -> tuple[int | None, ...]:
+    """Return which part of the state each output is."""
+    return tuple(next((j for j, t in enumerate(states) if t is y), None) for y in outputs)
 
 
 def later_state(core: StepCore, inputs: Inputs, state: Tensors) -> Tensors:
@@ -255,10 +257,13 @@ def _core_like(
     """Return a core whose steps return what step 0 did, with no parameters and no surroundings."""
     outputs, states, output_spec, after_spec = result
     settles = changes_structure(result, state, state_spec)
-    if settles:
-        like = tuple(map(like_of, states))
-    else:
-        like = state_form(states, state, device)
+    like = [*map(like_of, states if settles else state)]
+    if not settles:
+        if torch.is_autocast_enabled(device.type) and len(states) == len(state):
+            # A float32 state often becomes half precision from step 0 on.
+            for i, (t, was) in enumerate(zip(states, state, strict=True)):
+                if t.is_floating_point() and was.is_floating_point():
+                    like[i] = was.shape, t.dtype, was.device
         _check_like("state", states, after_spec, like, state_spec)
     return StepCore(
         cell=cell,
@@ -267,7 +272,7 @@ def _core_like(
         first_spec=state_spec if settles else None,
         first_like=tuple(map(like_of, state)),
         output_spec=output_spec,
-        state_like=like,
+        state_like=tuple(like),
         output_like=tuple(map(like_of, outputs)),
         outside=Outside([], []),
         surroundings=Surroundings(device),
@@ -275,25 +280,11 @@ def _core_like(
     )
 
 
-def state_form(states: Tensors, given: Tensors, device: torch.device) -> tuple[Like, ...]:
-    """Return the form of a state after a step.
-
-    It is the form before the step, with one exception: under autocast a float32 state often becomes
-    half precision from step 0 on.
-    """
-    like = [like_of(t) for t in given]
-    if torch.is_autocast_enabled(device.type) and len(states) == len(given):
-        for i, (t, (shape, dtype, place)) in enumerate(zip(states, like, strict=True)):
-            if t.is_floating_point() and dtype.is_floating_point:
-                like[i] = shape, t.dtype, place
-    return tuple(like)
-
-
 def changes_structure(result: Result, given: Tensors, spec: Structure) -> bool:
     """Return whether step 0 changed the structure of a state that held a None or a number."""
     _, states, _, after_spec = result
     differs = after_spec != spec and [*map(like_of, states)] != [*map(like_of, given)]
-    return differs and spec.has_more_than_tensors
+    return differs and any(kind is not Tensor for kind in spec.kinds)
 
 
 def _tensors_of(results: list[Result]) -> Tensors:

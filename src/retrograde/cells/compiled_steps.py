@@ -86,7 +86,8 @@ def compiled_steps(core: StepCore) -> CompiledSteps:
 
 def _does(core: StepCore) -> str | None:
     """Return what a cell's steps do that a compiled block would not reproduce exactly, or None."""
-    besides = [one for one in map(besides_forward, core.found.parts()) if one and "hook" in one]
+    parts = core.surroundings.found.parts()
+    besides = [one for one in map(besides_forward, parts) if one and "hook" in one]
     if core.surroundings.draws:
         return "draws random numbers"
     if core.surroundings.moves or core.surroundings.changing:
@@ -122,12 +123,7 @@ def _alike(state: Tensors) -> Tensors:
     """
     if not torch.is_grad_enabled():
         return [t.detach() for t in state]
-    seen: set[int] = set()
-    found = []
-    for t in state:
-        found.append((t.view_as(t) if id(t) in seen else t) if t.requires_grad else as_leaf(t))
-        seen.add(id(t))
-    return found
+    return [t.view_as(t) if t.requires_grad else as_leaf(t) for t in state]
 
 
 class _Block:

@@ -321,7 +321,7 @@ class GatedCore(Core):
             own = None if dy is None else dy[part].contiguous()
             dx = None if total is None else total[a:b]
             self._block(tape.inputs[0][part], before, own, g, loops, totals, dx)
-            del own, before  # before the next ones are made
+            del own, before  # BUDGET: before the next ones are made
         gradients.states = [*g]
 
     def _block(

@@ -19,7 +19,7 @@ from torch import Tensor
 from retrograde.cells.cell import Cell, StepCore, as_pair, examine
 from retrograde.errors import CellError
 from retrograde.recurrent.fused import Fused
-from retrograde.replay.captured import foreign_tensors
+from retrograde.replay.captured import LeafWatch
 from retrograde.replay.trees import Structure, Tensors, flatten
 from retrograde.run.sources import Stream
 
@@ -109,11 +109,8 @@ class RangeLoss:
 
     def _check(self, summand: Tensor, y: Tensor, mark: int, where: str) -> None:
         """Check rule 5 for the loss only, because the kernel's graph may be long, and is known."""
-        parameters = self.parameters or ()
-        edges = {(t.grad_fn, t.output_nr) for t in (y, *parameters) if t.grad_fn is not None}
-        leaves, older = foreign_tensors([summand], mark, edges)
-        known = {id(p) for p in parameters}
-        if any(id(t) not in known for t in leaves) or older - edges:
+        known = y, *(self.parameters or ())
+        if LeafWatch(known, known, mark).foreign([summand]):
             raise CellError(
                 f"at {where} the loss uses a tensor that requires a gradient and that it did not "
                 "use when it was examined: expected the same parameters at every step; let an "
@@ -197,7 +194,7 @@ def examine_loss(
     )
     probed = replace(stream, probed=probing.found)
     if isinstance(part, RangeLoss) and len(stream) > 1:
-        del pairs, inputs, tree  # before other steps are read
+        del pairs, inputs, tree  # BUDGET: before other steps are read
         _check_sum(part, probed, state)
     return core, probed
 

@@ -4,6 +4,7 @@ Outputs, states, and the gradients of inputs and states must be the same bits (r
 parameters may differ by rounding, since they are added in another order.
 """
 
+from collections.abc import Hashable
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -11,20 +12,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from retrograde.cells.cell import StepCore
+from retrograde.cells.cell import StepCore, largest_first, later_state
 from retrograde.errors import CellError
+from retrograde.replay.captured import distinct
 from retrograde.replay.fingerprints import fingerprint
 from retrograde.replay.surroundings import muted_hooks
 from retrograde.replay.trees import Tensors
-from retrograde.replay.trial import OTHERWISE
+from retrograde.replay.trial import seed_of
+from retrograde.run.autograd import run_schedule
 from retrograde.run.autograd_core import run_ordinary
-from retrograde.run.core import Gradients, raise_again
-from retrograde.run.executor import Run
-from retrograde.run.layout import Inputs, Straight
+from retrograde.run.core import raise_again
+from retrograde.run.layout import Inputs
 from retrograde.run.settled import Settled
 from retrograde.run.states import each_once, entry
-from retrograde.schedule import Action, Advance, Backward, Load, Record, Store
+from retrograde.schedule import Action, Advance, Backward, Load, Record, Schedule, Store
 from retrograde.sizes.allocations import apart
+from retrograde.sizes.footprint import step_bytes
 
 _STEPS = 4
 
@@ -32,6 +35,15 @@ _STEPS = 4
 class _Results(NamedTuple):
     exact: list[Tensor | None]  # outputs, states, and the gradients of inputs and first states
     parameters: list[Tensor | None]  # their gradients
+
+
+def measure_step(core: StepCore, inputs: Inputs, state: Tensors) -> tuple[Hashable, Settled]:
+    """Rehearse a cell, and return the bytes of a step, and what is known of its steps."""
+    graphless = rehearse(core, inputs, state)
+    later = later_state(core, inputs, state)
+    found = step_bytes(core, largest_first(core, inputs, later), later)
+    planned = 0 if core.per_call > 1 else core.settled.seen
+    return found, Settled(planned=planned, graphless=graphless)
 
 
 def rehearse(core: StepCore, inputs: Inputs, state: Tensors) -> bool:
@@ -49,6 +61,7 @@ def rehearse(core: StepCore, inputs: Inputs, state: Tensors) -> bool:
 
 
 def _compare(core: StepCore, inputs: Inputs, state: Tensors) -> bool:
+    core = replace(core, output_is_total=False)  # the loss of a step is an output like others
     plain = _run(core, inputs, state, in_parts=False)
     _run(core, inputs, state, in_parts=False, steps=1)  # else four hidden numbers in turn are alike
     bare = replace(core, settled=Settled(graphless=True, passes=1))
@@ -59,7 +72,11 @@ def _compare(core: StepCore, inputs: Inputs, state: Tensors) -> bool:
     if _alike(plain, _run(core, inputs, state, in_parts=True)):
         return graphless
     if not _alike(plain, _run(core, inputs, state, in_parts=False)):
-        raise CellError(OTHERWISE)
+        raise CellError(
+            "the cell computes something else when it is run again with the same arguments: "
+            "expected the same bits; make what it depends on part of the inputs, of the state or "
+            "of a buffer, or use memory=None"
+        )
     raise CellError(
         "the cell computes other results or gradients in parts than in one loop: expected a step "
         "to depend on the values of its state only, and not on whether it is the tensor that "
@@ -75,64 +92,38 @@ def _run(
         pairs = zip(inputs[0:steps], inputs.differentiable, strict=True)
         x = [t.detach().requires_grad_(wanted) for t, wanted in pairs]
         state = each_once(lambda t: entry(t)[1], state)
-        return (_in_parts if in_parts else _in_one_loop)(core, x, state, steps)
-
-
-def _in_one_loop(core: StepCore, x: Tensors, state: Tensors, steps: int) -> _Results:
-    with core.recording():
-        outputs, after = run_ordinary(core, x, state)
-    if core.output_is_total:
-        outputs = [y.sum(0) for y in outputs]
-    owners = [*x, *state, *core.targets]
-    wanted = list({id(t): t for t in owners if t.requires_grad}.values())
-    given = [*zip(outputs, map(_seed, outputs), strict=True)]
-    given += zip(after, [None if core.output_is_total else _seed(t) for t in after], strict=True)
-    seeded = [(t, seed) for t, seed in given if seed is not None and t.requires_grad]
-    found: tuple[Tensor | None, ...] = ()
-    if seeded and wanted:
-        roots, seeds = zip(*seeded, strict=True)
-        found = torch.autograd.grad(roots, wanted, seeds, allow_unused=True, retain_graph=True)
+        if in_parts:
+            parameters = core.parameters
+            outputs, after = run_schedule(core, _in_halves(steps), x, state, checked=False)
+        else:
+            parameters = core.targets
+            with core.recording():
+                outputs, after = run_ordinary(core, x, state)
+        wanted = distinct(t for t in (*x, *state, *parameters) if t.requires_grad)
+        roots = [t for t in (*outputs, *after) if t.requires_grad]
+        found: tuple[Tensor | None, ...] = ()
+        if roots and wanted:
+            seeds = [*map(seed_of, roots)]
+            # A loop in a loop is tried in the backward pass, under the lock that this thread holds.
+            with torch.autograd.set_multithreading_enabled(False):
+                found = torch.autograd.grad(
+                    roots, wanted, seeds, allow_unused=True, retain_graph=True
+                )
     by = {id(t): g for t, g in zip(wanted, found, strict=False)}
-    parameters = [by.get(id(t)) for t in core.targets]
-    targets = {id(t) for t in core.targets}
+    known = {id(t) for t in parameters}  # a state may be one
     exact = [*(t.detach() for t in (*outputs, *after)), *(by.get(id(t)) for t in x)]
-    exact += [None if id(t) in targets else by.pop(id(t), None) for t in state]
-    return _Results(exact, parameters)
+    exact += [by.get(id(t)) for t in state if id(t) not in known]
+    return _Results(exact, [by.get(id(t)) for t in parameters])
 
 
-def _in_parts(core: StepCore, x: Tensors, state: Tensors, steps: int) -> _Results:
-    half, found = steps // 2, []
+def _in_halves(steps: int) -> Schedule:
+    """Return a schedule that runs the first half of some steps again."""
+    half = steps // 2
     actions: tuple[Action, ...] = Record(0, steps), Backward(0, steps)
     if half:
         actions = Store(0), Advance(0, half), Record(half, steps), Backward(half, steps)
         actions = *actions, Load(0), Record(0, half), Backward(0, half)
-    run, layout = Run(core, actions, steps), Straight(steps, fused=False)
-    read = layout.read(x)
-    after = run.forward(read, state, lambda _, __, outputs, ___: found.append(outputs))
-    outputs = [torch.stack([y.detach() for y in ys]) for ys in zip(*found, strict=True)]
-    if core.output_is_total:
-        outputs = [y.sum(0) for y in outputs]
-    gradients = Gradients(
-        outputs=list(map(_seed, outputs)),
-        states=[None if core.output_is_total or not t.requires_grad else _seed(t) for t in after],
-        inputs=[None] * len(x),
-        wanted=[t if t.requires_grad else None for t in x],
-        parameters=core.totals(),
-        length=steps,
-        layout=layout,
-        read=read,
-    )
-    run.backward(read, gradients)
-    exact = [*outputs, *(t.detach() for t in after), *gradients.inputs, *gradients.states]
-    return _Results(exact, gradients.parameters)
-
-
-def _seed(t: Tensor) -> Tensor | None:
-    """Return a gradient to begin with; one for a sum of losses."""
-    if not (t.is_floating_point() or t.is_complex()):
-        return None
-    numbers = torch.arange(t.numel(), dtype=torch.float32, device=t.device)
-    return numbers.mul_(0.7).cos_().to(t.dtype).view(t.shape)
+    return Schedule.from_actions(actions, length=steps)
 
 
 def _alike(one: _Results, other: _Results) -> bool:

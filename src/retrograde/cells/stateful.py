@@ -30,10 +30,6 @@ class _StateSlot(Slot):
     initial: Any = None
     settled: bool = False
 
-    def cut(self) -> "_StateSlot":
-        """Return the slot without the graph of its first value, which no step depends on."""
-        return replace(self, initial=pytree.tree_map_only(Tensor, Tensor.detach, self.initial))
-
 
 @dataclass(frozen=True)
 class Stateful:
@@ -87,8 +83,10 @@ class Stateful:
         leaves = pytree.tree_map_only(Tensor, _leaf, held.first(arguments[1]))
         assigned_values(lambda: results.append(held(arguments[0], leaves)), found, own, device)
         read = _read(pytree.tree_leaves(results), held._parted(leaves)[0])
-        slots = tuple(s if r else s.cut() for s, r in zip(slots, read, strict=True))
-        return replace(held, slots=slots)
+        # A first value that no step depends on comes without the graph behind it.
+        apart = (pytree.tree_map_only(Tensor, Tensor.detach, slot.initial) for slot in slots)
+        kept = zip(slots, apart, read, strict=True)
+        return replace(held, slots=tuple(s if r else replace(s, initial=t) for s, t, r in kept))
 
     def first(self, state: Any) -> Any:
         return self._joined([s.initial if s.settled else None for s in self.slots], state)

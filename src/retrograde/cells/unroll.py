@@ -1,7 +1,8 @@
 """``unroll``: any cell over a sequence, with its gradient within a memory budget."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -20,7 +21,7 @@ from retrograde.cells.cell import (
 )
 from retrograde.cells.compiled_steps import BLOCK, compiled_steps
 from retrograde.cells.gated import GatedCell, GatedCore, fit_gated, runs_by_loops
-from retrograde.cells.rehearsal import rehearse
+from retrograde.cells.rehearsal import measure_step
 from retrograde.cells.stateful import Stateful
 from retrograde.errors import BudgetError, CellError
 from retrograde.plan.fit import Fit
@@ -35,7 +36,7 @@ from retrograde.run.settled import Settled
 from retrograde.run.transforms import is_transformed, is_unreal, refuse_transforms, uncompiled
 from retrograde.schedule import Schedule
 from retrograde.sizes.cache import CellFits, LRUCache, signature
-from retrograde.sizes.footprint import footprint, grown, node_bytes, partly_idle, step_bytes
+from retrograde.sizes.footprint import footprint, grown, node_bytes, partly_idle
 from retrograde.units import Memory, parse_memory
 
 # A cell is measured once for its shapes, and a schedule fitted once for a budget.
@@ -135,6 +136,12 @@ class CellCall:
         return self.layout.read(self.tensors)
 
     @property
+    def whole(self) -> Tensors:
+        """The leaves of all steps."""
+        straight = isinstance(self.layout, Straight)
+        return self.tensors if straight else self.steps[0 : len(self.steps)]
+
+    @property
     def calls(self) -> Layout:
         """The layout of the core's calls, which are single steps or compiled blocks."""
         return InBlocks(self.layout, len(self.steps), BLOCK) if self.compile else self.layout
@@ -161,7 +168,7 @@ class CellCall:
         if usual and not self.compile:
             core, first, after = begin(cell, self.read[0], self.spec, states, state_spec)
             if torch.is_grad_enabled():
-                outputs, after = self._recorded_plainly(core, first, after)
+                outputs, after = run_ordinary(core, self.whole, after, first)
             else:
                 outputs, after = run_without_gradient(core, self.read, after, self.layout, first)
         else:
@@ -204,13 +211,6 @@ class CellCall:
         ways = moving, torch.get_num_threads(), self.compile
         shapes = *ways, core.state_like, *tensors
 
-        def step() -> tuple[Hashable, Settled]:
-            graphless = rehearse(core, inputs, states)
-            later = later_state(core, inputs, states)
-            found = step_bytes(core, largest_first(core, inputs, later), later)
-            planned = 0 if self.compile else core.settled.seen
-            return found, Settled(planned=planned, graphless=graphless)
-
         def find(settled: Settled) -> Fit:
             later = later_state(core, inputs, states)
             measured = largest_first(core, inputs, later, settled.step)
@@ -225,8 +225,10 @@ class CellCall:
             operations = max(settled.planned, core.settled.seen)
             return replace(found, node_bytes=node_bytes(found.schedule, operations))
 
-        parts = [core.found]
-        return _FITS.fit(parts, shapes, repr(memory), step, find)
+        parts = [core.surroundings.found]
+        return _FITS.fit(
+            parts, shapes, repr(memory), partial(measure_step, core, inputs, states), find
+        )
 
     def _fit_loops(
         self, cell: Cell, state: Any
@@ -275,19 +277,7 @@ class CellCall:
             schedule = None if found.ordinary else found.schedule
         if schedule is not None:
             return run_schedule(core, schedule, self.tensors, states, self.calls)
-        if isinstance(self.layout, Straight):
-            return run_ordinary(core, self.tensors, states)
-        return run_ordinary(core, self.steps[slice(0, len(self.steps))], states)
-
-    def _recorded_plainly(
-        self, core: StepCore, first: Tensors, state: Tensors
-    ) -> tuple[Tensors, Tensors]:
-        """Run the steps after the first one as the plain loop does."""
-        found = [first]
-        for k in range(1, len(self.steps)):
-            outputs, state = core(self.steps[k], state)
-            found.append(outputs)
-        return [torch.stack(ys) for ys in zip(*found, strict=True)], state
+        return run_ordinary(core, self.whole, states)
 
     def _plainly(self, cell: Cell, state: Any) -> tuple[Tensors, Structure, Any]:
         """Run the plain loop, through which every transform of torch.func can go."""

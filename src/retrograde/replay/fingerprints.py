@@ -23,6 +23,7 @@ _SMALL = 256 * 1024  # bytes, at most, of a tensor whose words all have weights
 _WHOLE = 32 * 1024  # bytes, at most, of a tensor that is looked at as a whole at every turn
 _PARTS = 8
 _WORDS = 1021  # of a column, a prime number
+_NUMPYS = {torch.float32, torch.float64, torch.float16, torch.int64, torch.bool}
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 #: What :func:`fingerprint` returns: a number, on a GPU in a tensor; None if there is none.
@@ -39,25 +40,27 @@ def fingerprint(t: Tensor, turn: int = 0) -> Fingerprint:
         >>> fingerprint(t) == fingerprint(t.clone()), fingerprint(t) == fingerprint(t.flip(0))
         (True, False)
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or t.is_meta or t.is_quantized or t.is_nested:
+        return None
+    if t.layout is not torch.strided or t._is_zerotensor():
+        return None
+    if torch._C._functorch.is_functorch_wrapped_tensor(t):
         return None
     if type(t) is Tensor and not (_function_modes() or _dispatch_modes()):
-        words = _few_words(t, turn)
-        if words is not None:
-            return _weighted(words)
-    if t.layout is not torch.strided or t.is_nested or t.is_quantized or t.device.type == "meta":
-        return None
-    if torch._C._functorch.is_functorch_wrapped_tensor(t) or t._is_zerotensor():
-        return None
+        return _fingerprint(t.detach(), turn)
     with (
         torch._C.DisableTorchFunction(),
         torch._C._DisableTorchDispatch(),
         torch._C._AutoDispatchBelowAutograd(),
     ):
         try:
-            return _fingerprint(t, turn)
+            return _fingerprint(t.detach(), turn)
         except NotImplementedError:  # a subclass without memory of its own
             return None
+
+
+_function_modes = torch._C._len_torch_function_stack
+_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 def _part(numbers: Any, turn: int) -> Any:
@@ -72,11 +75,14 @@ def _part(numbers: Any, turn: int) -> Any:
 def _fingerprint(t: Tensor, turn: int) -> Fingerprint:
     if t.is_complex():
         t = torch.view_as_real(t.resolve_conj())
-    t = t.resolve_neg()
-    most = _most(turn) if t.is_contiguous() else _SMALL
-    if t.is_cpu and t.nbytes <= most:
-        return _weighted(_part(_flat(t.view(_INTEGERS[t.itemsize]).numpy()), turn))
-    words = _part(whole, turn) if (whole := in_order(t)) is not None else None
+    if t.is_neg():
+        t = t.resolve_neg()
+    # Of a contiguous tensor, an eighth has words with weights.
+    most = _PARTS * _SMALL if turn and t.is_contiguous() else _SMALL
+    if t.is_cpu and t.nbytes <= most:  # by few operations, since most tensors are small
+        numbers = (t if t.dtype in _NUMPYS else t.view(_INTEGERS[t.itemsize])).numpy()
+        return _weighted(_part(np.ascontiguousarray(numbers).reshape(-1), turn))
+    words = _part(whole, turn) if (whole := _in_order(t)) is not None else None
     if words is None:  # with gaps
         total = t.view(_INTEGERS[t.itemsize]).sum(dtype=torch.int64)
         return int(total) if t.is_cpu else total
@@ -100,32 +106,6 @@ def _fingerprint(t: Tensor, turn: int) -> Fingerprint:
 
 
 _room = threading.local()
-_function_modes = torch._C._len_torch_function_stack
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_USUAL = {torch.float32, torch.float64, torch.float16, torch.int64, torch.bool, torch.bfloat16}
-
-
-def _few_words(t: Tensor, turn: int) -> NDArray[Any] | None:
-    """Return few numbers of a tensor of a usual kind, by at most one operation of torch's."""
-    if t.layout is not torch.strided or t.dtype not in _USUAL or not t.is_cpu or t.is_nested:
-        return None
-    if t.nbytes > _most(turn) or not t.is_contiguous() or t.is_neg():
-        return None
-    if torch._C._functorch.is_functorch_wrapped_tensor(t) or t._is_zerotensor():
-        return None
-    found = t.detach()
-    numbers = (found.view(torch.int16) if t.dtype is torch.bfloat16 else found).numpy()
-    part: NDArray[Any] = _part(_flat(numbers), turn)
-    return part
-
-
-def _most(turn: int) -> int:
-    """Return the most bytes of a tensor in order, of which each word looked at has a weight."""
-    return _PARTS * _SMALL if turn else _SMALL
-
-
-def _flat(numbers: NDArray[Any]) -> NDArray[Any]:
-    return np.ascontiguousarray(numbers).reshape(-1)
 
 
 def _weighted(numbers: NDArray[Any]) -> int:
@@ -147,7 +127,7 @@ def _weights(device: torch.device) -> Tensor:
     return torch.arange(_WORDS, device=device) * 5_308_871_862 + 1
 
 
-def in_order(t: Tensor) -> Tensor | None:
+def _in_order(t: Tensor) -> Tensor | None:
     """Return a tensor's numbers in the order of memory, or None if it has gaps."""
     if t.is_contiguous():
         return t.view(-1)

@@ -8,12 +8,13 @@ a few levels deep. It follows all code except the standard library, torch, NumPy
 
 import copyreg
 import functools
+import gc
 import inspect
 import sys
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import CodeType, FunctionType, ModuleType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -34,13 +35,9 @@ _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "scipy", "numba", "tri
 _ATOMS = {int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
 _BUILT_IN = type(len)
 #: Methods that code calls without their names.
-_IMPLICIT = {
-    f"__{name}__"
-    for name in (
-        "add", "bool", "call", "contains", "enter", "eq", "exit", "getattr", "getitem", "iter",
-        "len", "matmul", "mul", "next", "radd", "rmul", "rsub", "setitem", "sub", "truediv",
-    )
-}  # fmt: skip
+_IMPLICIT = {"forward", "__call__", "__getattr__", "__getitem__", "__next__", "__enter__"}
+_CONTAINERS = list, tuple, deque, set, frozenset
+_CALLS = MethodType, functools.partial
 
 
 @dataclass(frozen=True)
@@ -68,8 +65,8 @@ class Referents:
 
     def changed(self) -> list[str]:
         """Return the names of plain values that are others now."""
-        now = find_referents(self.made_of).values
-        return [name for (name, value), other in zip(self.values, now) if (name, value) != other]  # noqa: B905
+        now = dict(find_referents(self.made_of).values)
+        return [name for name, value in dict(self.values).items() if now.get(name, value) != value]
 
 
 def find_referents(parts: Sequence[Any]) -> Referents:
@@ -96,7 +93,7 @@ class _Walk:
         self.found = Referents(made_of)
         self.seen: dict[int, Any] = {}  # by id; values are held, so that no id is used again
         self.pending: deque[tuple[Any, str, int]] = deque()
-        self.open: dict[type, tuple[Any, int, set[str]]] = {}  # whose methods may be called
+        self.open: dict[type, int] = {}  # whose methods may be called, and the depth
         for part in made_of:
             self.add(part, "the cell", _DEPTH)
 
@@ -112,15 +109,17 @@ class _Walk:
                 self.pending.append((value, name, depth))
 
     def run(self) -> None:
-        codes, known, names = self.found.codes, -1, {*_IMPLICIT}
+        codes, known, names, done = self.found.codes, -1, {*_IMPLICIT}, set[tuple[type, str]]()
         while self.pending or len(codes) > known:
             while self.pending:
                 self.look(*self.pending.popleft())
             names.update(*map(_names, codes[max(known, 0) :]))
             known = len(codes)
-            for kind, (value, depth, done) in [*self.open.items()]:
-                for name in sorted((names & _members(kind)) - done):
-                    self.code(value, name, depth)
+            for kind, depth in [*self.open.items()]:
+                for name in sorted(names & _members(kind)):
+                    if (kind, name) not in done:
+                        done.add((kind, name))
+                        self.member(kind, name, depth)
 
     def look(self, value: Any, name: str, depth: int) -> None:
         """Classify a value, and add the values inside it."""
@@ -137,20 +136,14 @@ class _Walk:
             found.generators.append(value)
         elif inspect.isfunction(value):
             self.function(value, depth)
-        elif inspect.ismethod(value):
-            self.add(value.__self__, name, depth)
-            self.code(value.__self__, value.__name__, depth)
-            self.add(value.__func__, name, depth)
-        elif isinstance(value, functools.partial):
-            self.add(value.func, name, depth)
-            self.named(value.keywords, f"the arguments of {name}", depth)
-            self.each(value.args, name, depth)
+        elif isinstance(value, _CALLS):
+            self.each(gc.get_referents(value), name, depth + 1)
         elif isinstance(value, dict):
             found.holders.append((value, name + "[{!r}]"))
             self.named(dict(dict.items(value)), name, depth)  # a subclass may make what it returns
-        elif isinstance(value, list | tuple | deque | set | frozenset):
+        elif isinstance(value, _CONTAINERS):
             found.lists.extend([value] if isinstance(value, list) else [])
-            self.each(value, name, depth)
+            self.each(gc.get_referents(value), name, depth)
         elif not isinstance(value, type | ModuleType | CodeType | _BUILT_IN):
             kind = type(value)
             slots = copyreg._slotnames(kind)  # type: ignore[attr-defined]
@@ -159,11 +152,10 @@ class _Walk:
                 found.holders.append((own, kind.__name__ + ".{}"))
                 held |= own
             self.named(held, kind.__name__, depth, "{}.{}")
-            self.open.setdefault(kind, (value, depth, set()))
+            self.open.setdefault(kind, depth)
 
-    def each(self, values: Iterable[Any], name: str, depth: int) -> None:
-        values = list(values)[:_ITEMS]
-        for value in values:
+    def each(self, values: Sequence[Any], name: str, depth: int) -> None:
+        for value in values[:_ITEMS]:
             if type(value) not in _ATOMS or len(values) <= _FEW:
                 self.add(value, name, depth - 1)
 
@@ -178,19 +170,16 @@ class _Walk:
         tables = [own, *map(own.get, TABLES)]  # of a scripted module they are wrappers
         self.found.holders.extend((each, form) for each in tables if isinstance(each, dict))
         if not isinstance(part, torch.jit.ScriptModule):  # it keeps its attributes elsewhere
-            self.code(part, "forward", depth)
-            self.open.setdefault(type(part), (part, depth, {"forward"}))
+            self.open.setdefault(type(part), depth)
         for table in _HOOKS:
-            self.each(own[table].values() if own.get(table) else (), f"a hook of {part}", depth)
+            self.each([*(own.get(table) or {}).values()], f"a hook of {part}", depth)
         others = {key: value for key, value in own.items() if key not in MODULE_TABLES}
         self.named(others, type(part).__name__, depth, "{}.{}")
 
-    def code(self, value: Any, name: str, depth: int) -> None:
+    def member(self, kind: type, name: str, depth: int) -> None:
         """Add the method, property or class attribute of an object that some code names."""
-        kind = type(value)
-        self.open.setdefault(kind, (value, depth, set()))[2].add(name)
-        owner = next((base for base in kind.__mro__ if name in vars(base)), None)
-        if owner is None or _is_library(owner.__module__):
+        owner = next(base for base in kind.__mro__ if name in vars(base))
+        if _is_library(owner.__module__):
             return
         found = vars(owner)[name]
         found = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
@@ -200,10 +189,7 @@ class _Walk:
     def function(self, value: FunctionType, depth: int) -> None:
         self.found.codes.append(value.__code__)
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            try:
-                self.add(cell.cell_contents, f"the variable {name!r}", depth - 1)
-            except ValueError:  # not bound yet
-                continue
+            self.each(gc.get_referents(cell), f"the variable {name!r}", depth)
         if _is_library(value.__module__):
             return
         defaults: dict[Any, Any] = dict(enumerate(value.__defaults__ or ()))
@@ -241,7 +227,7 @@ def _members(kind: type) -> frozenset[str]:
 
 
 def _is_data(value: Any) -> bool:
-    return not callable(value) and not hasattr(type(value), "__get__")
+    return not hasattr(type(value), "__get__")
 
 
 def _is_library(name: str | None) -> bool:

@@ -9,11 +9,11 @@ likeliest cause is looked for.
 Most calls draw nothing and change nothing; then nothing is stored.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
-from typing import Any, cast
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from retrograde.errors import RetrogradeError
 from retrograde.machine import MEASURING, unpacked
 from retrograde.replay.generators import Source
 from retrograde.replay.referents import Referents
-from retrograde.replay.switches import Switches, autocast_as_now
+from retrograde.replay.switches import Switch, Switches, autocast_as_now
 
 ABSENT: Any = object()  #: Stands for the value of a name that has none.
 #: The states of generators, copies of buffers, and noted values. Only tensors take torch's memory.
@@ -39,12 +39,18 @@ def version(t: Tensor) -> int:
 @dataclass(frozen=True, eq=False)
 class Slot:
     """A name in a dict, or of an attribute. ``called`` is its name in a message. The value is
-    :data:`ABSENT` if there is none."""
+    :data:`ABSENT` if there is none. Slots of the same place are equal."""
 
     holder: Any
     key: Any
     called: str
     rest: Any = None  # its value between calls, unless that holds tensors
+
+    def __hash__(self) -> int:
+        return hash((id(self.holder), self.key))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Slot) and hash(self) == hash(other) and self.key == other.key
 
     def read(self) -> Any:
         if isinstance(self.holder, dict):
@@ -60,47 +66,8 @@ class Slot:
             self.holder[self.key] = value
 
 
-def modes_of(parts: Sequence[nn.Module]) -> list[Slot]:
-    """Return where modules keep what decides how they run: their mode, parameters and buffers."""
-    found = []
-    for m in parts:
-        found.append(Slot(m, "training", "training"))
-        tables: tuple[Any, ...] = m._parameters, m._buffers  # of a scripted module no dicts
-        found += [Slot(t, name, name) for t in tables if isinstance(t, dict) for name in t]
-    return found
-
-
-@contextmanager
-def as_then(slots: Sequence[Slot], then: Sequence[Any]) -> Iterator[None]:
-    """Set values in a block to what they were."""
-    now = [slot.read() for slot in slots]
-    differ = [k for k, (a, b) in enumerate(zip(now, then, strict=True)) if a is not b]
-    for k in differ:
-        slots[k].write(then[k])
-    try:
-        yield
-    finally:
-        for k in differ:
-            slots[k].write(now[k])
-
-
-@dataclass(frozen=True, eq=False)
-class Left(Slot):
-    """A name under which a call leaves tensors that have a history."""
-
-    def cut(self) -> None:
-        """Keep the tensors that a forward pass left from being differentiated."""
-        if (value := self.read()) is not ABSENT:
-            self.write(pytree.tree_map_only(Tensor, partial(_cut, self.called), value))
-
-
-def _cut(name: str, t: Tensor) -> Tensor:
-    real = t.is_floating_point() or t.is_complex()
-    return cast(Tensor, _Cut.apply(t.detach().requires_grad_(), name)) if real else t  # type: ignore[no-untyped-call]
-
-
 class _Cut(torch.autograd.Function):
-    """A tensor that a step left, without the graph behind it."""
+    """A tensor that a step left, without the graph behind it, and with an error in its place."""
 
     @staticmethod
     def forward(ctx: Any, t: Tensor, name: str) -> Tensor:
@@ -114,14 +81,6 @@ class _Cut(torch.autograd.Function):
             "outputs of the steps, since tensors that they leave have no gradient within a budget; "
             "let the cell return it as an output, or use memory=None"
         )
-
-
-@dataclass(frozen=True)
-class Marks:
-    """What surrounded a call, besides what its :meth:`Surroundings.capture` copies."""
-
-    switches: Switches
-    modes: list[Any]
 
 
 @dataclass(frozen=True)
@@ -145,7 +104,7 @@ class Surroundings:
     buffers: tuple[Tensor, ...] = ()
     moving: tuple[Slot, ...] = ()
     changing: tuple[Slot, ...] = ()
-    left: tuple[Left, ...] = ()
+    left: tuple[Slot, ...] = ()
     left_bytes: int = 0
     growing: tuple[list[Any], ...] = ()
     found: Referents = field(default_factory=Referents)
@@ -161,13 +120,18 @@ class Surroundings:
         return bool(self.sources or self.buffers or self.moving)
 
     @cached_property
-    def modes(self) -> list[Slot]:
-        """The modes of the modules that it refers to."""
-        return modes_of(self.found.parts())
+    def modes(self) -> list[Switch]:
+        """What decides how modules run: whether they train, their parameters and buffers."""
+        parts = self.found.parts()
+        tables: Any = (table for m in parts for table in (m._parameters, m._buffers))
+        of_modules = [table for table in tables if isinstance(table, dict)]  # no scripted one's
+        slots = [Slot(m, "training", "training") for m in parts]
+        slots += [Slot(table, name, name) for table in of_modules for name in table]
+        return [(slot.read, slot.write) for slot in slots]
 
-    def marks(self) -> Marks:
-        """Note what surrounds a call that begins now."""
-        return Marks(Switches(self.device), [slot.read() for slot in self.modes])
+    def marks(self) -> Switches:
+        """Note what surrounds a call that begins now, besides what :meth:`capture` copies."""
+        return Switches(self.device, self.modes)
 
     def capture(self) -> Snapshot:
         """Copy the present surroundings; the copy is empty for a call that depends on none."""
@@ -195,9 +159,15 @@ class Surroundings:
 
     def cut(self) -> None:
         """Keep everybody from differentiating the tensors that the forward pass left."""
+
+        def apart(t: Tensor) -> Any:
+            real = t.is_floating_point() or t.is_complex()
+            return _Cut.apply(t.detach().requires_grad_(), slot.called) if real else t  # type: ignore[no-untyped-call]
+
         with torch.enable_grad():
-            for left in self.left:
-                left.cut()
+            for slot in self.left:
+                if (value := slot.read()) is not ABSENT:
+                    slot.write(pytree.tree_map_only(Tensor, apart, value))
 
     @contextmanager
     def without_trace(self) -> Iterator[None]:
@@ -227,9 +197,9 @@ class Surroundings:
             yield
 
     @contextmanager
-    def rerun(self, then: Marks) -> Iterator[None]:
+    def rerun(self, then: Switches) -> Iterator[None]:
         """Run steps again as they ran when some marks were taken, and leave no trace."""
-        with as_then(self.modes, then.modes), then.switches.as_then(), self.without_trace():
+        with then.as_then(), self.without_trace():
             yield
 
     def differs(self, what: str) -> RetrogradeError:
@@ -244,49 +214,51 @@ class Surroundings:
         )
 
 
-def noted_values(found: Referents) -> list[dict[Any, Any]]:
-    """Note what the dicts hold that a call refers to."""
-    return [dict(dict.items(holder)) for holder, _ in found.holders]
-
-
 @contextmanager
 def put_back(found: Referents) -> Iterator[None]:
     """Restore after a block what the dicts and lists hold that a call refers to."""
-    noted, lengths = noted_values(found), [*map(len, found.lists)]
+    noted = Values(found)
     try:
         yield
     finally:
-        restore_values(changed_values(found, noted))
-        for each, length in zip(found.lists, lengths, strict=True):
+        noted.restore()
+
+
+class Values:
+    """What the dicts and lists hold, at one moment, that a call refers to."""
+
+    def __init__(self, found: Referents) -> None:
+        self.found, self.lengths = found, [*map(len, found.lists)]
+        self.values = [dict(dict.items(holder)) for holder, _ in found.holders]
+
+    def changed(self) -> dict[Slot, Any]:
+        """Return what has changed since, and each value then."""
+        slots = {}
+        for (holder, form), then in zip(self.found.holders, self.values, strict=True):
+            for key in dict.fromkeys((*then, *dict.keys(holder))):
+                before, now = then.get(key, ABSENT), dict.get(holder, key, ABSENT)
+                if before is not now and not _equal(before, now):
+                    rest = None if tensors_in(before) else before
+                    slots[Slot(holder, key, form.format(key), rest)] = before
+        return slots
+
+    def shorten(self) -> list[list[Any]]:
+        """Shorten the lists that have grown since, and return them."""
+        pairs = zip(self.found.lists, self.lengths, strict=True)
+        grown = [(each, length) for each, length in pairs if len(each) > length]
+        for each, length in grown:
             del each[length:]
+        return [each for each, _ in grown]
 
-
-def changed_values(found: Referents, noted: Sequence[dict[Any, Any]]) -> dict[Slot, Any]:
-    """Return what has changed since, and each value then."""
-    slots = {}
-    for (holder, form), then in zip(found.holders, noted, strict=True):
-        for key in dict.fromkeys((*then, *dict.keys(holder))):
-            before, now = then.get(key, ABSENT), dict.get(holder, key, ABSENT)
-            if before is not now and not _equal(before, now):
-                rest = None if tensors_in(before) else before
-                slots[Slot(holder, key, form.format(key), rest)] = before
-    return slots
+    def restore(self) -> None:
+        for slot, value in self.changed().items():
+            slot.write(value)
+        self.shorten()
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Return whether two values are equal, and of a plain kind."""
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
-    if isinstance(a, tuple | list):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    return isinstance(a, bool | int | float | complex | str | bytes) and a == b
-
-
-def restore_values(before: dict[Slot, Any]) -> None:
-    for slot, value in before.items():
-        slot.write(value)
+    """Return whether two values are equal, and numbers or texts."""
+    return type(a) is type(b) and isinstance(a, int | float | complex | str | bytes) and a == b
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -297,12 +269,11 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 @contextmanager
-def muted_modules(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Silence the backward hooks of modules; the graph is the same as with them."""
-    tables = (t for m in modules for t in (m._backward_hooks, m._backward_pre_hooks) if t)
-    held = [(table, dict(table)) for table in tables]
+def _muted(tables: Iterable[dict[Any, Any] | None]) -> Iterator[None]:
+    """Replace hooks by one that does nothing, with which the graph is the same."""
+    held = [(table, dict(table)) for table in tables if table]
     for table, hooks in held:
-        table.update(dict.fromkeys(hooks, _no_hook))
+        table.update(dict.fromkeys(hooks, lambda *_: None))
     try:
         yield
     finally:
@@ -310,8 +281,9 @@ def muted_modules(modules: Sequence[nn.Module]) -> Iterator[None]:
             table.update(hooks)
 
 
-def _no_hook(*_: Any) -> None:
-    return None
+def muted_modules(modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
+    """Silence the backward hooks of modules."""
+    return _muted(t for m in modules for t in (m._backward_hooks, m._backward_pre_hooks))
 
 
 @contextmanager
@@ -320,14 +292,10 @@ def muted_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
 
     ``retain_grad`` is a hook too. It cannot be removed, so ``.grad`` is restored afterwards.
     """
-    hooks = [(t._backward_hooks, dict(t._backward_hooks)) for t in tensors if t._backward_hooks]
     retained = [(t, t.grad) for t in tensors if t.retains_grad]
-    for table, _ in hooks:
-        table.clear()
     try:
-        yield
+        with _muted(t._backward_hooks for t in tensors):
+            yield
     finally:
-        for table, entries in hooks:
-            table.update(entries)
         for t, grad in retained:
             t.grad = grad

@@ -8,7 +8,7 @@ modes of ``torch.overrides`` and ``torch.utils._python_dispatch`` are noted too.
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
 
@@ -43,64 +43,57 @@ def _switches() -> Sequence[Switch]:
 
 
 class Switches:
-    """The switches and modes at one moment, of a call on a device."""
+    """The switches and modes at one moment, of a call on a device, and ``others`` of its own."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.values = [get() for get, _ in _switches()]
+    def __init__(self, device: torch.device, others: Sequence[Switch] = ()) -> None:
+        self.switches = [*_switches(), *others]
+        self.values = [get() for get, _ in self.switches]
         self.autocast = autocast_as_now(device)
-        self.modes = [stack() for stack, *_ in _STACKS]
+        self.modes = [_without_ours(stack()) for stack, *_ in _STACKS]
 
     @contextmanager
     def as_then(self) -> Iterator[None]:
         """Set all of them in a block to what they were, if they differ."""
-        pairs = zip(_switches(), self.values, strict=True)
-        differ = [(put, then, now) for (get, put), then in pairs if (now := get()) != then]
+        now = [get() for get, _ in self.switches]
+        each = zip(self.switches, self.values, now, strict=True)
+        differ = [(put, then, value) for (_, put), then, value in each if not _same(then, value)]
         for put, then, _ in differ:
             put(then)
-        moved = self._set_modes()
+        stacks = zip(_STACKS, self.modes, strict=True)
+        moved = [(stack, modes) for stack, modes in stacks if _without_ours(stack[0]()) != modes]
         try:
-            with self.autocast:
+            with ExitStack() as undo:
+                for stack, modes in moved:
+                    undo.callback(_exchange, stack, _exchange(stack, modes))
+                undo.enter_context(self.autocast)
                 yield
         finally:
-            for push, pop, then, now in moved:
-                for _ in then:
-                    pop()
-                for mode in now:
-                    push(mode)
             for put, _, value in differ:
                 put(value)
 
-    def _set_modes(self) -> list[tuple[Any, Any, list[Any], list[Any]]]:
-        moved = []
-        for (stack, push, pop), then in zip(_STACKS, self.modes, strict=True):
-            now = stack()
-            if [*map(id, now)] != [*map(id, then)]:
-                every: list[Any] = [pop() for _ in range(stack(ours=True))][::-1]
-                for mode in then:
-                    push(mode)
-                moved.append((push, pop, then, every))
-        return moved
+
+def _same(a: Any, b: Any) -> bool:
+    tensors = isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor)
+    return a is b or (not tensors and bool(a == b))
 
 
-def _stack_of(get: Callable[[], Sequence[Any]]) -> Any:
-    """Return a function for the modes of one kind without ours, or for the number of all."""
-
-    def stack(*, ours: bool = False) -> Any:
-        modes = get()
-        if ours:
-            return len(modes)
-        return [mode for mode in modes if not type(mode).__module__.startswith("retrograde.")]
-
-    return stack
+def _without_ours(modes: Sequence[Any]) -> list[Any]:
+    return [mode for mode in modes if not type(mode).__module__.startswith("retrograde.")]
 
 
+def _exchange(stack: Any, modes: list[Any]) -> list[Any]:
+    """Replace the modes of a stack, and return those that it had."""
+    get, push, pop = stack
+    before = [pop() for _ in get()][::-1]
+    for mode in modes:
+        push(mode)
+    return before
+
+
+# Torch's stacks of modes: for each, what gets all of them, and what pushes and pops one.
 _STACKS: Any = (
-    (
-        _stack_of(overrides._get_current_function_mode_stack),
-        overrides._push_mode,
-        overrides._pop_mode,
-    ),
-    (_stack_of(dispatch._get_current_dispatch_mode_stack), dispatch._push_mode, dispatch._pop_mode),
+    (overrides._get_current_function_mode_stack, overrides._push_mode, overrides._pop_mode),
+    (dispatch._get_current_dispatch_mode_stack, dispatch._push_mode, dispatch._pop_mode),
 )
 
 

@@ -28,11 +28,6 @@ class Structure:
     spec: pytree.TreeSpec
     kinds: tuple[type, ...]
 
-    @property
-    def has_more_than_tensors(self) -> bool:
-        """Whether some leaf is not a tensor."""
-        return any(kind is not Tensor for kind in self.kinds)
-
     def unflatten(self, tensors: Sequence[Tensor | None]) -> Any:
         """Return the tree with these tensors as its leaves."""
         if self is LEAF:
@@ -43,7 +38,9 @@ class Structure:
         return pytree.tree_unflatten((_leaf(kind, rest) for kind in self.kinds), self.spec)
 
     def __str__(self) -> str:
-        return str(pytree.tree_unflatten(map(_Name, self.kinds), self.spec))
+        names = {Tensor: "*", type(None): None}
+        leaves = [names.get(kind, kind.__name__) for kind in self.kinds]
+        return str(pytree.tree_unflatten(leaves, self.spec)).replace("'*'", "*")
 
 
 def _leaf(kind: type, rest: Iterator[Any]) -> Any:
@@ -51,16 +48,6 @@ def _leaf(kind: type, rest: Iterator[Any]) -> Any:
         return None
     found = next(rest)
     return found if kind is Tensor or found is None else found.detach().item()
-
-
-@dataclass(frozen=True)
-class _Name:
-    """The name of a leaf in a message."""
-
-    kind: type
-
-    def __repr__(self) -> str:
-        return {Tensor: "*", type(None): "None"}.get(self.kind, self.kind.__name__)
 
 
 def flatten(tree: Any, name: str, *, numbers: bool = False) -> tuple[list[Tensor], Structure]:

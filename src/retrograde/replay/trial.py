@@ -6,9 +6,9 @@ mean is unchanged by an input of zeros.)
 
 A call that changes attributes runs once more, on what it left. If its results and gradients are the
 same bits, the attributes do not matter, and reruns put them back. What the second call did not
-change again is a cache, and stays. If the bits differ, the call depends on the attributes, and runs
-a third time on what it found first. Numbers and texts are then replayed as buffers are. Attributes
-that hold tensors are a state of the cell's own, and are refused by name.
+change again is a cache, and stays. If the bits differ, the call depends on the attributes: numbers
+and texts are then replayed as buffers are. Attributes that hold tensors are a state of the cell's
+own, and are refused by name.
 
 Known limits: some things stay as a call left them. These are large captured tensors that a refused
 call wrote to, lists, a closure's variables, globals, and what cannot be found from the cell.
@@ -17,7 +17,6 @@ call wrote to, lists, a closure's variables, globals, and what cannot be found f
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -32,14 +31,11 @@ from retrograde.replay.fingerprints import fingerprints
 from retrograde.replay.generators import Source, sources
 from retrograde.replay.referents import TABLES, Referents, find_referents
 from retrograde.replay.surroundings import (
-    Left,
     Slot,
     Surroundings,
-    changed_values,
+    Values,
     muted_hooks,
     muted_modules,
-    noted_values,
-    restore_values,
     tensors_in,
     version,
 )
@@ -48,33 +44,19 @@ from retrograde.replay.switches import autocast_as_now
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Trial(Generic[T]):
-    """The result of a trial call, and the surroundings that it depends on."""
-
-    value: T
-    surroundings: Surroundings
-    mark: int  # autograd's sequence number when it began
-
-    @property
-    def found(self) -> Referents:
-        """The objects that the call refers to."""
-        return self.surroundings.found
-
-
 def try_out(
     call: Callable[[], T],
     made_of: Sequence[Any],
     device: torch.device,
     results: Callable[[T], Sequence[Tensor]],
-) -> Trial[T]:
+) -> tuple[T, Surroundings, int]:
     """Run a call with autograd recording, and put back what it drew and changed, but for caches.
 
-    ``made_of`` are the objects in which to search for what the call depends on.
+    ``made_of`` are the objects in which to search for what the call depends on. Returns the result,
+    the surroundings that the call depends on, and autograd's sequence number when it began.
 
     Raises:
-        CellError: the call keeps a state of its own, writes to a captured tensor, or computes
-            something else when it runs again.
+        CellError: the call keeps a state of its own, or writes to a captured tensor.
     """
     found = find_referents(made_of)
     with MEASURING, unpacked(), torch.enable_grad():
@@ -83,9 +65,9 @@ def try_out(
             mark, value = trial.run()
         except BaseException:
             trial.rewind()
-            restore_values(changed_values(found, trial.before))
+            trial.before.restore()
             raise
-        return Trial(value, trial.surroundings(), mark)
+        return value, trial.surroundings(), mark
 
 
 class _Trial(Generic[T]):
@@ -102,13 +84,12 @@ class _Trial(Generic[T]):
         self.sources = {source: source.copy() for source in sources(device, found.generators)}
         self.drawn: dict[Source, Any] = {}  # and where each was after the call
         self.written = _Rewritten(found)
-        self.before = noted_values(found)
+        self.before = Values(found)
         # What every call changes, and its value before the last.
         self.changing: dict[Slot, Any] = {}
         self.matter = False  # whether the call depends on what it changes
-        self.left: list[Left] = []
+        self.left: list[Slot] = []
         self.left_bytes = 0
-        self.lists = [(each, len(each)) for each in found.lists]
         self.growing: dict[int, list[Any]] = {}  # by id
 
     def run(self) -> tuple[int, T]:
@@ -118,36 +99,27 @@ class _Trial(Generic[T]):
         """
         mark, value = self.once()
         if self.drawn and threading.active_count() > 1:  # another thread may have moved a generator
-            del value
+            del value  # BUDGET: the graph of one call at a time
             self.rewind()
             moved, self.drawn = self.drawn, {}
-            own = _Seeded()
-            mark, value = self.once(own)
-            ours = (s for s in moved if own.seen or not isinstance(s.generator, torch.Generator))
-            self.drawn = {s: moved[s] for s in ours if self.drawn.get(s) == moved[s]}
-        first = changed_values(self.found, self.before)
+            mark, value = self.once(_Seeded())
+            self.drawn = {s: at for s, at in self.drawn.items() if moved.get(s) == at}
+        first = self.before.changed()
         if not first:
             return mark, value
         shown = self.evidence(mark, value)
-        del value  # so that only one call's graph is held
-        noted = noted_values(self.found)
+        del value  # BUDGET: the graph of one call at a time
+        noted = Values(self.found)
         mark, value = self.once()
-        self.changing = changed_values(self.found, noted)
+        self.changing = noted.changed()
         if self.drawn:  # what is made of drawn numbers is not to be made by a trial
-            again = {(id(slot.holder), slot.key) for slot in self.changing}
-            cached = {s: v for s, v in first.items() if (id(s.holder), s.key) not in again}
-            self.changing = cached | self.changing
+            self.changing = first | self.changing
         self.note_left()
         try:
             if self.evidence(mark, value) == shown:
                 return mark, value
         except RuntimeError:  # its graph goes on into that of the call before, which is freed
             pass
-        del value
-        restore_values(first)
-        mark, value = self.once()
-        if self.evidence(mark, value) != shown:
-            raise CellError(OTHERWISE)
         self.changing, self.matter = first, True
         for slot, then in first.items():
             if (what := _registered(self.found, slot)) is not None:
@@ -156,19 +128,20 @@ class _Trial(Generic[T]):
                 raise CellError(_KEEPS.format(slot.called))
         return mark, value
 
-    def once(self, watch: Any = nullcontext()) -> tuple[int, T]:  # noqa: B008
+    def once(self, own: "_Seeded | None" = None) -> tuple[int, T]:
         """Call from the states at the beginning. Return autograd's sequence number, and the result.
 
         Autocast's weight cache is off: casts of an earlier call would look like tensors from
-        outside.
+        outside. ``own`` says whether this thread moves torch's generators.
         """
         self.rewind()
         try:
-            with autocast_as_now(self.device), watch:
+            with autocast_as_now(self.device), own or nullcontext():
                 found = torch._C._autograd._get_sequence_nr(), self.call()
         finally:
             for source, then in self.sources.items():
-                if (now := source.position()) != then.position():
+                ours = own is None or own.seen or not isinstance(source.generator, torch.Generator)
+                if ours and (now := source.position()) != then.position():
                     self.drawn[source] = now
         self.written.put_back(refuse=True)
         return found
@@ -178,10 +151,7 @@ class _Trial(Generic[T]):
         for source in self.drawn:
             source.restore(self.sources[source].capture())
         self.written.put_back()
-        for each, length in self.lists:
-            if len(each) > length:
-                self.growing[id(each)] = each
-                del each[length:]
+        self.growing |= {id(each): each for each in self.before.shorten()}
 
     def note_left(self) -> None:
         """Note where the last call left tensors, and their bytes."""
@@ -189,7 +159,7 @@ class _Trial(Generic[T]):
         for slot in self.changing:
             tensors = [] if _registered(self.found, slot) else tensors_in(slot.read())
             if any(t.grad_fn is not None for t in tensors):
-                self.left.append(Left(slot.holder, slot.key, slot.called))
+                self.left.append(slot)
             else:
                 counted.update({t.untyped_storage().data_ptr(): t.nbytes for t in tensors})
         self.left_bytes = sum(counted.values())
@@ -200,8 +170,7 @@ class _Trial(Generic[T]):
         results = self.results(value)
         roots = [t for t in results if t.requires_grad]
         leaves = [t for t in foreign_tensors(roots, mark)[0] if t.numel()]  # no anchor of a chain
-        seeds = [torch.arange(t.numel(), device=t.device).cos().to(t.dtype) for t in roots]
-        given = [seed.view(t.shape) for seed, t in zip(seeds, roots, strict=True)]
+        given = [*map(seed_of, roots)]
         with MEASURING, muted_hooks(leaves), muted_modules(self.found.parts()):
             grads = torch.autograd.grad(roots, leaves, given, allow_unused=True) if leaves else ()
         kept = [None if g is None else g.to_dense() for g in grads]
@@ -211,10 +180,9 @@ class _Trial(Generic[T]):
     def surroundings(self) -> Surroundings:
         """Return the surroundings, after putting back what every call changes."""
         self.rewind()
-        ours = {(id(slot.holder), slot.key) for slot in self.changing}
-        since = changed_values(self.found, self.before)
-        before = {s: value for s, value in since.items() if (id(s.holder), s.key) in ours}
-        restore_values(before)
+        before = {s: v for s, v in self.before.changed().items() if s in self.changing}
+        for slot, value in before.items():
+            slot.write(value)
         slots = (*before,)
         return Surroundings(
             self.device,
@@ -240,19 +208,25 @@ def assigned_values(
 ) -> list[tuple[Slot, Any, Any]]:
     """Find where a call assigns other tensors, or counts, in what ``own`` refers to, and restore
     everything. The results are slots, with their values before and after."""
-    trial, before = _Trial(call, found, device, lambda _: ()), noted_values(own)
+    trial, before = _Trial(call, found, device, lambda _: ()), Values(own)
     try:
         with MEASURING, unpacked(), torch.enable_grad():
             trial.once()
-        slots = [(slot, then, slot.read()) for slot, then in changed_values(own, before).items()]
+        slots = [(slot, then, slot.read()) for slot, then in before.changed().items()]
     finally:
         trial.rewind()
-        restore_values(changed_values(found, trial.before))
-    return [one for one in slots if tensors_in(one[2]) or _counts(*one[1:])]
+        trial.before.restore()
+    return [
+        (slot, then, now)
+        for slot, then, now in slots
+        if tensors_in(now) or (type(then) is type(now) and type(now) in (int, float))
+    ]
 
 
-def _counts(then: Any, now: Any) -> bool:
-    return type(then) is type(now) and type(now) in (int, float)
+def seed_of(t: Tensor) -> Tensor:
+    """Return some gradient of a result, whose numbers differ."""
+    numbers = torch.arange(t.numel(), dtype=torch.float32, device=t.device)
+    return numbers.mul_(0.7).cos_().to(t.dtype).view(t.shape)
 
 
 class _Seeded(TorchDispatchMode):
@@ -278,7 +252,7 @@ class _Rewritten:
         """Restore the values; or refuse a call that wrote to a tensor that it captured."""
         for owner in self.owners:
             owner.put_back()
-            if refuse and owner.changed and (owner.mode is None or not owner.whole):
+            if refuse and owner.changed and (owner.mode is None or owner.skipped):
                 raise CellError(_WRITES.format(tuple(owner.tensors[0].shape)))
 
     def changed(self) -> tuple[Tensor, ...]:
@@ -291,53 +265,39 @@ class _Owner:
     """Tensors of one owner, and their values before a call: a module's buffers in some ``mode``, or
     a captured tensor, whose mode is None.
 
-    Of a captured tensor at most the first few numbers are noted, which are compared but not put
-    back. A large buffer that was seen not to be written to is not noted again.
+    Of a captured tensor a few numbers are noted at most. A large buffer is skipped if an earlier
+    call in this mode did not write to it.
     """
 
     def __init__(self, tensors: list[Tensor], mode: bool | None = None) -> None:
         self.tensors, self.mode, self.changed = tensors, mode, False
         self.versions = [*map(version, tensors)]
-        strided = [t for t in tensors if t.layout is torch.strided]
-        self.large = [t for t in strided if t.nbytes > _LARGE and t.dim() > 1]
-        known = [_UNWRITTEN.get(t) == (mode, version(t)) for t in self.large]
-        self.whole = all(known) if mode is None else not self.large or not all(known)
-        self.noted = strided  # sparse ones count versions
-        if mode is None:
-            self.whole = tensors[0].numel() <= _FEW
-            if not self.whole:  # batch normalization writes to vectors, and counts no version
-                self.noted = [t[:_FEW] for t in self.noted if t.dim() == 1]
-        elif not self.whole:
-            self.noted = [t for t in self.noted if not any(t is one for one in self.large)]
-        self.values = [t.detach().clone() for t in self.noted]
+        noted = [t for t in tensors if t.layout is torch.strided]  # sparse ones count versions
+        self.large = [t for t in noted if t.nbytes > _LARGE and t.dim() > 1]
+        self.skipped = {id(t) for t in self.large if _UNWRITTEN.get(t) == (mode, version(t))}
+        if mode is None:  # batch normalization writes to vectors, and counts no version
+            noted = [t[:_FEW] if t.dim() == 1 else t for t in noted]
+            noted = [t for t in noted if t.numel() <= _FEW]
+        self.noted = [t for t in noted if id(t) not in self.skipped]
+        self.kept = Surroundings(torch.device("cpu"), buffers=tuple(self.noted))
+        self.values = self.kept.capture()
+        self.prints = fingerprints(self.noted)
 
     def put_back(self) -> None:
         """Restore the values, if any differs."""
         # A kernel may write without counting a version, and a write may leave the same value.
         written = self.versions != [*map(version, self.tensors)]
-        if written or not all(map(_same, self.noted, self.values)):
+        if written or self.prints != fingerprints(self.noted):
             self.changed = True
-            if self.whole:
-                device = torch.device("cpu")
-                Surroundings(device, buffers=tuple(self.noted)).restore(tuple(self.values))
+            self.kept.restore(self.values)
         elif self.mode is not None:
             _UNWRITTEN.update((t, (self.mode, version(t))) for t in self.large)
-
-
-def _same(t: Tensor, then: Tensor) -> bool:
-    comparable = t.shape == then.shape and not t.is_quantized
-    return torch.equal(t, then) or (comparable and torch.allclose(t, then, 0, 0, equal_nan=True))
 
 
 _FEW = 16
 _LARGE = 65536  # bytes
 # Large buffers, and in which mode no call wrote to them.
 _UNWRITTEN: Any = WeakTensorKeyDictionary()
-OTHERWISE = (
-    "the cell computes something else when it is run again with the same arguments: expected the "
-    "same bits; make what it depends on part of the inputs, of the state or of a buffer, or use "
-    "memory=None"
-)
 _KEEPS = (
     "the cell keeps a state of its own in {}, which a step writes and a later one reads: expected "
     "the state to hold all that steps hand on; make it part of the state, or name its module in "

@@ -58,11 +58,15 @@ def run_schedule(
     inputs: Tensors,
     state: Tensors,
     layout: Layout | None = None,
+    *,
+    checked: bool = True,
 ) -> tuple[Tensors, Tensors]:
     """Run a recurrence so that ``schedule`` computes its gradient. Return the outputs and the state
-    after the last step."""
+    after the last step. If it is not ``checked``, reruns are not compared, and it does not count as
+    a pass of the core."""
     layout = layout or Straight(schedule.length, core.fused)
-    run = Run(core, tuple(schedule), schedule.length, prints=core.prints(schedule.length))
+    prints = core.prints(schedule.length) if checked else None
+    run = Run(core, tuple(schedule), schedule.length, prints=prints)
     results = _Recurrence.apply(  # type: ignore[no-untyped-call]
         run, layout, len(inputs), len(state), *inputs, *state, *core.parameters
     )
@@ -170,7 +174,6 @@ class _Recurrence(torch.autograd.Function):
         inputs, state = list(saved[: ctx.n_inputs]), list(saved[ctx.n_inputs :])
         run, layout = ctx.run, ctx.layout
         parameters = run.core.parameters
-        rerun = run.surrounded(ctx.marks)
         needs = ctx.needs_input_grad[_OTHERS:]
         read = layout.read(inputs, held)
         count = len(grads) - run.states
@@ -189,7 +192,7 @@ class _Recurrence(torch.autograd.Function):
             outside=autocast_as_now(device) if casts else nullcontext(),
             asked=[_is_asked(node) for node, _ in ctx.next_functions[len(saved) :]],
         )
-        with rerun, ctx.autocast, muted_hooks([*parameters, *state]):
+        with ctx.marks.as_then(), ctx.autocast, muted_hooks([*parameters, *state]):
             try:
                 if not ctx.fresh:
                     with run.without_trace():
@@ -197,7 +200,8 @@ class _Recurrence(torch.autograd.Function):
                         run.forward(read, [state[i] for i in ctx.same], discard)
                 ctx.fresh = False
                 run.backward(read, gradients)
-                run.core.complete()
+                if run.prints is not None:
+                    run.core.complete()
             except BaseException as error:
                 run.clear()
                 if type(error) is RetrogradeError:  # a changed parameter is the better reason

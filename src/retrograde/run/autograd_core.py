@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import compress
+from itertools import compress, islice
 from typing import Any
 
 import torch
@@ -55,6 +55,7 @@ class AutogradCore(Core):
     aliases: tuple[int | None, ...]
     made = 0  # leaves that step 0 makes itself
     per_call = 1  # steps of a call, if it is not fused
+    numbers = False  # whether the state holds numbers
 
     @property
     def stepwise(self) -> bool:  # type: ignore[override]
@@ -94,11 +95,6 @@ class AutogradCore(Core):
     @abstractmethod
     def next_state(self, inputs: Tensors, state: Tensors) -> Tensors:
         """As a call, but return the state only; work for the outputs alone may be skipped."""
-
-    @property
-    def numbers(self) -> bool:
-        """Whether the state holds numbers."""
-        return False
 
     def try_first(self, inputs: Tensors, state: Tensors) -> object:
         """Run the trial step that precedes every call, and return what it holds."""
@@ -155,7 +151,7 @@ class AutogradCore(Core):
                         linked = (t.requires_grad or not is_real(t) for t in (*outputs, *state))
                         settled.linked &= all(linked)
                 emit(k, k + 1, outputs, state)
-                del outputs
+                del outputs  # BUDGET: before the next step runs
         return state
 
     def record(
@@ -175,7 +171,7 @@ class AutogradCore(Core):
             leaves = self.fused or self.per_call > 1  # a compiled block makes leaves of states
             pairs = each_once((lambda t: (as_leaf(t),) * 2) if leaves else entry, state)
             first, given = [leaf for leaf, _ in pairs], [s for _, s in pairs]
-            del state, pairs
+            del state, pairs  # BUDGET: the states given, of which leaves are in use now
             entries, watch = [_edge(s) for s in given], None
             if self.watched:
                 watch = LeafWatch([*x, *first, *self.targets], self.targets, mark)
@@ -192,7 +188,7 @@ class AutogradCore(Core):
                 if watch is not None:
                     _check_known(self, start, watch.foreign([*outputs, *after]))
             output_edges, state_edges = [_edge(y) for y in outputs], [_edge(t) for t in after]
-            del outputs, watch
+            del outputs, watch  # BUDGET: outputs that the graph does not save
             after = each_once(Tensor.detach if self.fused else renewed, after)
         return Graph(
             start=start,
@@ -220,7 +216,7 @@ class AutogradCore(Core):
         # Edges without a gradient are freed before any gradient is allocated.
         tape.output_edges, tape.state_edges, tape.entries = [], [], []
         given = [(edge, g) for edge, g in seeded if edge is not None and g is not None]
-        del seeded
+        del seeded  # BUDGET: gradients that go nowhere
         roots, seeds = [edge for edge, _ in given], [g for _, g in given]
 
         known = {id(t) for t in self.targets}
@@ -362,12 +358,16 @@ def _check_known(core: AutogradCore, step: int, foreign: int) -> None:
         )
 
 
-def run_ordinary(core: AutogradCore, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
-    """Run all steps as ordinary autograd records them; return the outputs and the last state."""
+def run_ordinary(
+    core: AutogradCore, inputs: Tensors, state: Tensors, first: Tensors | None = None
+) -> tuple[Tensors, Tensors]:
+    """Run all steps as ordinary autograd records them; return the outputs and the last state.
+    ``first`` are the outputs of step 0, if that has run, and then ``state`` is the one after it."""
     if core.fused:
         return core(inputs, state)
-    single, outputs = core.per_call == 1, []
-    for x in zip(*(t.unbind() if single else t.split(core.per_call) for t in inputs), strict=True):
+    single, outputs = core.per_call == 1, [] if first is None else [first]
+    cut = (t.unbind() if single else t.split(core.per_call) for t in inputs)
+    for x in islice(zip(*cut, strict=True), len(outputs), None):
         y, state = core(list(x), state)
         outputs.append(y)
     join = torch.stack if single else torch.cat

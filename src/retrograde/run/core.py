@@ -27,7 +27,7 @@ from retrograde.schedule import Action
 
 Gradient = Tensor | None
 #: Takes the outputs of a call: ``emit(start, stop, outputs)``; of a cell's step also its state.
-Emit = Callable[..., None]
+Emit = Callable[..., object]
 
 
 def discard(start: int, stop: int, outputs: Tensors, *_: Tensors) -> None:

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from retrograde.replay.surroundings import Marks, Snapshot, as_then
+from retrograde.replay.surroundings import Snapshot
 from retrograde.replay.trees import Tensors
 from retrograde.run.core import Core, Emit, Gradients, Tape, raise_again
 from retrograde.run.layout import Inputs
@@ -88,12 +88,6 @@ class Run:
             self._perform(inputs, emit)
 
     @contextmanager
-    def surrounded(self, then: Marks) -> Iterator[None]:
-        """Set modes and switches in a block to what they were in the forward pass."""
-        with as_then(self.core.surroundings.modes, then.modes), then.switches.as_then():
-            yield
-
-    @contextmanager
     def without_trace(self) -> Iterator[None]:
         """Run steps again in a block, and restore what they draw and change, if they do."""
         surroundings = self.core.surroundings
@@ -141,7 +135,7 @@ class Run:
             with settled.within(stop - start):
                 self._record_all(inputs, start, stop, emit)
         except LargerSteps as larger:
-            done = larger.step
+            (done,) = larger.args
         if done < stop:
             del self.tapes[count:]
             self._put_off(inputs, later, emit and (lambda a, *rest: a < done or emit(a, *rest)))
@@ -199,7 +193,7 @@ class Run:
         with torch.no_grad():
             states = self.core.advance(inputs, start, stops, state, emit)
         *between, (self.position, self.state) = zip(stops, states, strict=True)
-        del states
+        del states  # BUDGET: the current state is released when the next step has run
         for at, state in between:
             self.stored[at] = state, self.core.surroundings.capture()
 

@@ -42,8 +42,9 @@ class Inputs(Protocol):
         ...
 
 
-class Layout(Protocol):
-    """Maps between tensors over all steps and the leaves of one call."""
+class Layout:
+    """Maps between tensors over all steps and the leaves of one call. Unless a subclass says
+    otherwise, each call has its own rows of every tensor."""
 
     length: int  # the number of steps
 
@@ -52,13 +53,17 @@ class Layout(Protocol):
         """The number of calls, or of steps if a call takes a range of them."""
         return self.length
 
+    def rows(self, index: Index) -> Index:
+        """Return the rows of a call."""
+        return index
+
     def wanted(self, tensors: Tensors) -> Sequence[bool]:
         """Return which leaves of a call receive a gradient."""
-        ...
+        return [t.requires_grad for t in tensors]
 
     def leaves(self, tensors: Tensors, index: Index) -> Tensors:
         """Return the leaves of a call, or of several."""
-        ...
+        return [t[index] for t in tensors]
 
     def read(self, tensors: Tensors, outputs: Sequence[Tensor] = ()) -> "InMemory":
         """Return the inputs of all steps, for the executor. ``outputs`` are those that a core
@@ -67,11 +72,11 @@ class Layout(Protocol):
 
     def allocate(self, values: Tensors) -> Tensors:
         """Allocate the outputs of all steps, given those of one call."""
-        ...
+        return [y.new_empty(self.length, *y.shape) for y in values]
 
     def parts(self, tensors: Sequence[Gradient], index: Index) -> list[Gradient]:
         """Return, for each output of a call, its part of the outputs or of their gradients."""
-        ...
+        return [None if t is None else t[self.rows(index)] for t in tensors]
 
     def put(self, tensors: Tensors, index: Index, values: Tensors) -> None:
         """Write the outputs of a call to their positions."""
@@ -85,7 +90,9 @@ class Layout(Protocol):
 
     def take(self, totals: Sequence[Gradient], index: Index, shares: Sequence[Gradient]) -> None:
         """Write the input gradients of one call into those of all steps."""
-        ...
+        for total, share in zip(totals, shares, strict=False):
+            if total is not None:
+                total[self.rows(index)] = 0 if share is None else share
 
 
 @dataclass(frozen=True)
@@ -121,42 +128,19 @@ class From(InMemory):
         return self.layout.leaves(self.tensors, slice(index.start + shift, stop + shift))
 
 
-class ByRows(Layout):
-    """Each call has its own rows of every tensor."""
-
-    def rows(self, index: Index) -> Index:
-        """Return the rows of a call."""
-        return index
-
-    def parts(self, tensors: Sequence[Gradient], index: Index) -> list[Gradient]:
-        return [None if t is None else t[self.rows(index)] for t in tensors]
-
-    def take(self, totals: Sequence[Gradient], index: Index, shares: Sequence[Gradient]) -> None:
-        for total, share in zip(totals, shares, strict=False):
-            if total is not None:
-                total[self.rows(index)] = 0 if share is None else share
-
-
 @dataclass(frozen=True)
-class Straight(ByRows):
+class Straight(Layout):
     """Step t of every tensor is its row t."""
 
     length: int
     fused: bool
 
-    def wanted(self, tensors: Tensors) -> Sequence[bool]:
-        return [t.requires_grad for t in tensors]
-
-    def leaves(self, tensors: Tensors, index: Index) -> Tensors:
-        return [t[index] for t in tensors]
-
     def allocate(self, values: Tensors) -> Tensors:
-        shapes = [y.shape[1:] if self.fused else y.shape for y in values]
-        return [y.new_empty((self.length, *shape)) for y, shape in zip(values, shapes, strict=True)]
+        return super().allocate([y[0] for y in values] if self.fused else values)
 
 
 @dataclass(frozen=True)
-class Rows(ByRows):
+class Rows(Layout):
     """A batch of sequences, packed or not, of which a call runs a range of steps.
 
     Inputs are (T, B, …), or (rows, …) if ``sizes`` (T,) says how many sequences have each step,
@@ -196,7 +180,7 @@ class Rows(ByRows):
 
 
 @dataclass(frozen=True)
-class Ragged(ByRows):
+class Ragged(Layout):
     """A padded batch whose every step is a call with all samples.
 
     Tensors are (T, B, …), and ``lengths`` (B,). The last leaf of a call is a mask (B,) of the
@@ -220,9 +204,6 @@ class Ragged(ByRows):
         steps = self._numbers(index).minimum(self.lengths - 1)
         samples = torch.arange(len(self.lengths), device=steps.device).expand_as(steps)
         return [*(t[steps, samples] for t in tensors), self._goes_on(index)]
-
-    def allocate(self, values: Tensors) -> Tensors:
-        return [y.new_empty(self.length, *y.shape) for y in values]
 
     def take(self, totals: Sequence[Gradient], index: Index, shares: Sequence[Gradient]) -> None:
         goes_on = self._goes_on(index)

@@ -5,12 +5,10 @@ are handed on, so what differs in one step is mostly seen in the next one that i
 sequence at most :data:`_MOST` steps are checked, and fewer on a GPU, where numbers take memory.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from retrograde.errors import RetrogradeError
+from retrograde.replay.captured import distinct
 from retrograde.replay.fingerprints import Fingerprint, fingerprint, verify
 from retrograde.replay.surroundings import Surroundings
 from retrograde.replay.trees import Tensors
@@ -45,9 +43,9 @@ class Prints:
             return
         then = self.found.get(start)
         if then is None:
-            self.found[start] = [fingerprint(t) for t in _each(outputs, state)]
+            self.found[start] = [fingerprint(t) for t in distinct((*outputs, *state))]
             return
-        now = _each(outputs, state)
+        now = distinct((*outputs, *state))
         if len(now) != len(then):
             raise self._differs(start)
         for value, t in zip(then, now, strict=True):
@@ -59,8 +57,3 @@ class Prints:
             first = call * self.per_call
             steps = f"one of the steps {first} … {first + self.per_call - 1}"
         return self.surroundings.differs(f"{steps} of the cell")
-
-
-def _each(outputs: Iterable[Tensor], state: Iterable[Tensor]) -> Tensors:
-    """Return the results of a step, each once."""
-    return [*{id(t): t for t in (*outputs, *state)}.values()]

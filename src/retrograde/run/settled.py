@@ -23,11 +23,7 @@ operations = torch._C._autograd._get_sequence_nr
 
 
 class LargerSteps(Exception):  # noqa: N818
-    """Raised at a step where a range records more than was planned for all of it."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__(step)
-        self.step = step
+    """Raised with the step at which a range records more than was planned for all of it."""
 
 
 @dataclass

@@ -16,10 +16,10 @@ Inputs in main memory serve a model on a GPU: what is read is moved (:class:`Mov
 """
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, SupportsIndex, cast
+from typing import Any, SupportsIndex, cast
 
 import numpy as np
 import torch
@@ -30,31 +30,10 @@ from retrograde.errors import CellError
 from retrograde.replay.generators import random_position
 from retrograde.replay.trees import Structure, Tensors, flatten
 from retrograde.run.layout import check_length
+from retrograde.run.states import Like, like_of
 
 
-class Source(Protocol):
-    """The inputs of all steps, and their structure; every read gives the same values."""
-
-    @property
-    def structure(self) -> Structure:
-        """The structure of one step's input."""
-        ...
-
-    @property
-    def trained(self) -> "list[Tensor | None]":
-        """For each leaf, the caller's tensor of all steps, if it requires a gradient."""
-        ...
-
-    def __len__(self) -> int:
-        """Return the number of steps."""
-        ...
-
-    def __getitem__(self, index: int | slice) -> Tensors:
-        """Return the leaves of one step, or of a range, with time first."""
-        ...
-
-
-def open_source(inputs: Any, length: SupportsIndex | None, device: torch.device) -> Source:
+def open_source(inputs: Any, length: SupportsIndex | None, device: torch.device) -> "Source":
     """Make the source of some inputs, and read the first step.
 
     Ranges in main memory are moved to ``device`` as they are read.
@@ -68,12 +47,11 @@ def open_source(inputs: Any, length: SupportsIndex | None, device: torch.device)
         (5, [tensor([3., 3.])], [tensor([[1., 1.],
                 [2., 2.]])])
     """
-    steps = None if length is None else _whole(length)
-    source: Source
+    source: TimeFirst | Steps
     if all(_is_array(leaf) for leaf in pytree.tree_leaves(inputs) if leaf is not None):
-        source = TimeFirst.of(inputs, steps)
+        source = TimeFirst.of(inputs, length)
     else:
-        source = Steps(_reader(inputs), _told(steps, inputs), device)
+        source = Steps(_reader(inputs), _told(length, inputs), device)
     return source if device.type == "cpu" else Moved(source, device)
 
 
@@ -105,7 +83,7 @@ class TimeFirst:
         return [t if isinstance(t, Tensor) and t.requires_grad else None for t in self.leaves]
 
     @classmethod
-    def of(cls, inputs: Any, length: int | None) -> "TimeFirst":
+    def of(cls, inputs: Any, length: SupportsIndex | None) -> "TimeFirst":
         """Make the source from a pytree, of which the first ``length`` steps are used."""
         stand_in = torch.empty(0, device="cpu")
         shape = pytree.tree_map(lambda leaf: None if leaf is None else stand_in, inputs)
@@ -128,7 +106,7 @@ class Steps:
         position = random_position(device)
         with torch.enable_grad():  # so that an input with a history is detected at once
             leaves, self.structure = _leaves(get(0), 0)
-            self.form = _Form.of(leaves, self.structure)
+        self.like = [*map(like_of, leaves)]
         if position != random_position(device):
             raise CellError(
                 "the inputs draw random numbers, and would differ when they are read again: "
@@ -145,7 +123,7 @@ class Steps:
         start, stop, _ = index.indices(self.length)
         whole = [
             torch.empty((stop - start, *shape), dtype=dtype, device=device)
-            for shape, dtype, device in self.form.leaves
+            for shape, dtype, device in self.like
         ]
         for t in range(start, stop):
             for parts, leaf in zip(whole, self._step(t), strict=True):
@@ -154,15 +132,26 @@ class Steps:
 
     def _step(self, t: int) -> Tensors:
         leaves, structure = _leaves(self.get(t), t)
-        self.form.check(leaves, structure, t)
+        like = [*map(like_of, leaves)]
+        if (structure, like) != (self.structure, self.like):
+            raise CellError(
+                f"the input of step {t} is {_named(structure, like)}: expected "
+                f"{_named(self.structure, self.like)}, as at step 0; every step must have the same "
+                "structure, shapes and dtypes"
+            )
         return leaves
+
+
+def _named(structure: Structure, like: Sequence[Like]) -> str:
+    parts = [f"{tuple(shape)} {dtype} on {device}" for shape, dtype, device in like]
+    return f"{structure} of {', '.join(parts) or 'nothing'}"
 
 
 class Moved:
     """A source whose tensors in main memory are moved to a GPU as they are read. They are copied
     through pinned memory, so the program does not wait for it."""
 
-    def __init__(self, source: Source, device: torch.device) -> None:
+    def __init__(self, source: TimeFirst | Steps, device: torch.device) -> None:
         self.source, self.device = source, device
         self.structure, self.trained = source.structure, source.trained
 
@@ -178,6 +167,13 @@ class Moved:
             return t
         pinned = t.pin_memory() if self.device.type == "cuda" else t
         return pinned.to(self.device, non_blocking=True)
+
+
+#: The inputs of all steps. A source has a length, and the ``structure`` of a step's input. For each
+#: leaf, ``trained`` has the caller's tensor of all steps, if that requires a gradient. A source is
+#: indexed by a step or a range, and returns leaves, with time first for a range. Every read gives
+#: the same values.
+Source = TimeFirst | Steps | Moved
 
 
 @dataclass(frozen=True)
@@ -220,41 +216,7 @@ class Stream:
         return [*self.source[index], torch.arange(first, first + stop - start, device="cpu")]
 
 
-@dataclass(frozen=True)
-class _Form:
-    """The structure, shapes, types and devices of every step's input."""
-
-    structure: Structure
-    leaves: tuple[tuple[torch.Size, torch.dtype, torch.device], ...]
-
-    @classmethod
-    def of(cls, leaves: Tensors, structure: Structure) -> "_Form":
-        return cls(structure, tuple((x.shape, x.dtype, x.device) for x in leaves))
-
-    def check(self, leaves: Tensors, structure: Structure, t: int) -> None:
-        given = _Form.of(leaves, structure)
-        if given != self:
-            raise CellError(
-                f"the input of step {t} is {given}: expected {self}, as at step 0; every step must "
-                "have the same structure, shapes and dtypes"
-            )
-
-    def __str__(self) -> str:
-        parts = [f"{tuple(shape)} {dtype} on {device}" for shape, dtype, device in self.leaves]
-        return f"{self.structure} of {', '.join(parts) or 'nothing'}"
-
-
-def _whole(length: SupportsIndex) -> int:
-    try:
-        steps = operator.index(length)
-    except TypeError:
-        raise CellError(f"length is {length!r}: expected a whole number of steps") from None
-    if steps < 1:
-        raise CellError(f"length is {steps}: expected at least one step")
-    return steps
-
-
-def _told(length: int | None, inputs: Any) -> int:
+def _told(length: SupportsIndex | None, inputs: Any) -> int:
     """Return the number of steps, from the argument and from the inputs themselves."""
     there = len(inputs) if hasattr(inputs, "__len__") else None
     if length is None and there is None:
@@ -262,19 +224,20 @@ def _told(length: int | None, inputs: Any) -> int:
             f"the inputs are a {type(inputs).__name__}, which does not say how many steps there "
             "are: give length="
         )
-    if length is not None and there is not None and length > there:
-        raise CellError(f"the inputs have {there} steps: expected {length}, as length= says")
-    steps = there if length is None else length
-    assert steps is not None
+    try:
+        steps = operator.index(cast(SupportsIndex, there if length is None else length))
+    except TypeError:
+        raise CellError(f"length is {length!r}: expected a whole number of steps") from None
     if steps < 1:
-        raise CellError("the inputs have 0 steps: expected at least one")
+        said = "the inputs have 0 steps" if length is None else f"length is {steps}"
+        raise CellError(f"{said}: expected at least one step")
+    if there is not None and steps > there:
+        raise CellError(f"the inputs have {there} steps: expected {steps}, as length= says")
     return steps
 
 
 def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) or (
-        hasattr(leaf, "shape") and hasattr(leaf, "dtype") and hasattr(leaf, "__getitem__")
-    )
+    return all(hasattr(leaf, name) for name in ("shape", "dtype", "__getitem__"))
 
 
 def _leaves(tree: Any, t: int) -> tuple[Tensors, Structure]:

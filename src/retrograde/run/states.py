@@ -50,10 +50,7 @@ def renewed(t: Tensor) -> Tensor:
     It requires a gradient, has a history and has attributes where the plain loop's has. What has no
     history is returned as it is.
     """
-    if t.grad_fn is None:
-        return t
-    new = t.detach().requires_grad_()[...]
-    return with_attributes(new, t) if t.__dict__ else new
+    return entry(t)[1]
 
 
 def renewed_apart(t: Tensor, *, linked: bool = False) -> Tensor:

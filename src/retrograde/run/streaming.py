@@ -70,10 +70,10 @@ def run_stream(
     versions, marks = [version(t) for t in mine], core.surroundings.marks()
     run = Run(core, schedule, len(stream), prints=core.prints(len(stream)))
     with autocast_as_now(device), muted_hooks([*core.parameters, *state]):
-        after = run.forward(inputs, state, lambda _, __, values, *___: _add(total, values))
+        after = run.forward(inputs, state, lambda _, __, ys, *___: total.add_(ys[0].detach()))
         gradients.states = [None] * len(after)
         core.surroundings.cut()
-        with run.surrounded(marks):
+        with marks.as_then():
             run.backward(inputs, gradients)
             core.complete()
     if versions != [version(t) for t in mine]:
@@ -83,10 +83,6 @@ def run_stream(
         )
     _hand_over(core, stream, state, gradients)
     return total, [with_attributes(t.detach(), t) for t in after]
-
-
-def _add(total: Tensor, values: Tensors) -> None:
-    total.add_(values[0].detach())
 
 
 def _work(schedule: Schedule) -> int:
@@ -104,9 +100,8 @@ def _hand_over(core: Core, stream: Stream, state: Tensors, gradients: "_Streamed
     wanted = [t is not None and t.requires_grad for t in owners]
     tensors = [t for t, is_wanted in zip(owners, wanted, strict=True) if is_wanted]
     grads = [g for g, is_wanted in zip(found, wanted, strict=True) if is_wanted]
-    # Nothing else refers to the gradients now, so they become .grad without a copy.
     gradients.states, gradients.parameters, gradients.inputs = [], [], []
-    del found
+    del found  # BUDGET: what nothing else refers to becomes .grad without a copy
     if tensors:
         with torch.enable_grad():
             _HandOver.apply(grads, *tensors).backward()  # type: ignore[no-untyped-call]

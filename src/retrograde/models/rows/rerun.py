@@ -32,9 +32,7 @@ from retrograde.models.rows.rerun_arguments import RerunArguments
 from retrograde.plan.calls import Part
 from retrograde.replay.surroundings import (
     Surroundings,
-    changed_values,
-    noted_values,
-    restore_values,
+    Values,
     version,
 )
 from retrograde.replay.switches import autocast_as_now, cast_context
@@ -217,7 +215,7 @@ class RecomputedCall:
         tape = LeanTape(True, task) if lean else None
         refill = _Refill(self, ours, tape, ends=not whole and reruns.may_end)
         first = reruns.ends_early is None and refill.ends
-        noted = noted_values(self.unit.surroundings.found) if first else []
+        noted = Values(self.unit.surroundings.found) if first else None
         result = None
         try:
             hooks = saved_tensors_hooks(refill.pack, recipes.unpack)  # type: ignore[arg-type]
@@ -231,10 +229,9 @@ class RecomputedCall:
                 raise_again(error, f"layer {self.unit.name}")
         if refill.error is not None:
             raise refill.error
-        if first and refill.ended:
-            undone = changed_values(self.unit.surroundings.found, noted)
-            restore_values(undone)
-            reruns.ends_early = not undone
+        if noted is not None and refill.ended:
+            reruns.ends_early = not noted.changed()
+            noted.restore()
         del args, kwargs
         if tape is not None:
             tape.close()

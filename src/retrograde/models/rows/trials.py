@@ -22,7 +22,7 @@ from retrograde.models.rows.rerun import Recomputable, is_free
 from retrograde.models.rows.rerun_arguments import RerunArguments
 from retrograde.models.rows.rest_of_model import FILLS, filling
 from retrograde.replay.generators import Source
-from retrograde.replay.referents import MODULE_TABLES, Referents
+from retrograde.replay.referents import MODULE_TABLES
 from retrograde.replay.surroundings import Surroundings, version
 from retrograde.replay.trial import try_out
 from retrograde.run.core import hooked
@@ -120,25 +120,25 @@ def _tried(
 
     device = device_of(*tensors)
     with hooked(f"layer {name}"):
-        trial = try_out(call, [*layers, *hooks_of_all()], device, tensors_in)
-    outputs = tensors_in(trial.value)
+        result, surroundings, _ = try_out(call, [*layers, *hooks_of_all()], device, tensors_in)
+    outputs = tensors_in(result)
     if any(t.layout is not torch.strided for t in (*tensors, *outputs)):
         raise NotExactError(
             f"layer {name} is given or returns a sparse tensor: expected dense ones"
         )
-    made = made_by(trial.value, tensors)
-    reads = _reads_of(trial.found, trial.surroundings)
+    made = made_by(result, tensors)
+    reads = _reads_of(surroundings)
     shares = torch.is_autocast_enabled(device.type) and _shares_casts(outputs)
     tried = Tried(
         Recomputable(
-            name, forward, trial.surroundings, reads, shares, replace(reruns, counts=True), fill
+            name, forward, surroundings, reads, shares, replace(reruns, counts=True), fill
         ),
         wants=tuple(t.requires_grad for t in outputs),
         is_apart=any(t is not None and t.untyped_storage().nbytes() for t in made),
         writes=versions != [version(t) for t in tensors],
         made=bytes_made,
     )
-    del trial, outputs, made
+    del result, outputs, made
     if any(one() is not None for one in saved):  # what a graph saved lives as long as that
         gc.collect()  # of cycles
     if any(one() is not None for one in saved):
@@ -236,9 +236,9 @@ def options_key(parts: Sequence[nn.Module], tensors: Sequence[Tensor]) -> Hashab
 _OPTIONS, _TABLES = (bool, int, float, str, type(None)), {dict, OrderedDict, set}
 
 
-def _reads_of(found: Referents, surroundings: Surroundings) -> list[Tensor]:
+def _reads_of(surroundings: Surroundings) -> list[Tensor]:
     """Return the parameters, buffers and captured tensors that a call reads and does not change."""
-    changing = {id(b) for b in surroundings.buffers}
+    found, changing = surroundings.found, {id(b) for b in surroundings.buffers}
     read = (*tensors_of(found.parts()), *found.tensors)
     return [t for t in read if id(t) not in changing]
 
