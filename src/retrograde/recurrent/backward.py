@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from retrograde.kernels import BlockSweep, in_place, kernels
+from retrograde.kernels import BlockSweep, kernels
 from retrograde.kernels.cells import Block, Slopes, Weights, slopes
 from retrograde.kernels.cpu.llvm.barrier import parts_of_units
 from retrograde.kernels.cpu.products import add_outer, sum_of_rows, times
@@ -48,7 +48,7 @@ class LayerBackward:
         self.rows, self.at_once = rows, at_once or not on_cpu
         self.use = kernels(hidden.device.type, hidden.dtype, weights.size)
         if means == "in place":
-            self.use = in_place(hidden.dtype, weights.size)
+            self.use = self.use.in_place
         if resets:
             self.use = self.use.resetting
         if chunk is not None and on_cpu:  # a GPU would have to be waited for

@@ -36,17 +36,18 @@ State = tuple[Tensor, ...]
 
 
 class Forward:
-    """A layer's forward pass for B samples, one range of steps at each call."""
+    """A layer's forward pass for B samples, one range of steps at each call.
 
-    in_panels = True
+    Without ``in_panels`` there is no copy of the weights, which is slower for small layers.
+    """
 
-    def __init__(self, weights: Weights, samples: int) -> None:
+    def __init__(self, weights: Weights, samples: int, *, in_panels: bool = True) -> None:
         self.weights, gates = weights, GATES[weights.kind]
         self.bias, own = _biases(weights)
         u = weights.hidden.detach()
         parts = parts_of_units(samples, weights.size, gates)
         self.units, each = bounds_of_units(weights.size, parts)
-        hidden = panels_of_units(u, self.units) if self.in_panels else u.contiguous()[None, :, None]
+        hidden = panels_of_units(u, self.units) if in_panels else u.contiguous()[None, :, None]
         self.fixed = u.new_empty(0) if own is None else own.detach().contiguous(), hidden
         self.sums = u.new_empty(parts, samples, int(whole_vectors(gates * each)))
         self.work = samples * len(u) * (weights.size + ELEMENT_WORK // 4)
@@ -79,12 +80,6 @@ class Forward:
         parts = parts_for(len(state[0]), len(x) * self.work)
         many = 0 if resets is not None else len(self.units) - 1
         share_or_meet(forward_loops.run, parts, many, GATES[kind], kind == "RNN_RELU", *given)
-
-
-class ForwardInPlace(Forward):
-    """The same without a copy of the weights, which is slower for small layers."""
-
-    in_panels = False
 
 
 def panels_of_units(u: Tensor, units: Counts) -> Tensor:
