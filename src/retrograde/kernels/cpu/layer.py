@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrograde.kernels.cells import GATES, Block, Kept, Kind, Resets, Weights
+from retrograde.kernels.cells import GATES, Block, Kept, Resets, Weights
 from retrograde.kernels.cpu import backward_loops, forward_loops
+from retrograde.kernels.cpu.backward_loops import BackwardArrays
+from retrograde.kernels.cpu.forward_loops import ForwardArrays
 from retrograde.kernels.cpu.llvm.barrier import (
     Counts,
     bounds_of_units,
@@ -75,11 +77,12 @@ class Forward:
         kind, none = self.weights.kind, outputs[:0]
         before = none if cells is None else cells
         c = state[1] if kind == "LSTM" else none.flatten(0, 1)
-        given = [t.numpy() for t in (gates, outputs, before, *self.fixed, state[0], c)]
-        given += [*starts_of(resets, self.sums)[:2], self.sums.numpy(), self.units]
+        arrays = [t.numpy() for t in (gates, outputs, before, *self.fixed, state[0], c)]
+        arrays += [*starts_of(resets, self.sums)[:2], self.sums.numpy()]
+        given = GATES[kind], kind == "RNN_RELU", ForwardArrays(*arrays), self.units
         parts = parts_for(len(state[0]), len(x) * self.work)
         many = 0 if resets is not None else len(self.units) - 1
-        share_or_meet(forward_loops.run, parts, many, GATES[kind], kind == "RNN_RELU", *given)
+        share_or_meet(forward_loops.run, parts, many, *given)
 
 
 def panels_of_units(u: Tensor, units: Counts) -> Tensor:
@@ -126,7 +129,7 @@ class Backward:
     ) -> None:  # fmt: skip
         size, width = weights.size, weights.inputs.shape[1]
         self.weights, self.totals = weights, totals
-        self.kernel, self.constants, hidden = _loop(weights)
+        self.constants, hidden = _constants(weights)
         rows, numbers = hidden.shape[0], _ROW[weights.kind] * size
         work = steps * samples * rows * (2 * size + width)
         self.parts = parts_for(samples, work)
@@ -170,16 +173,20 @@ class Backward:
         Returns:
             The gradient of the state before the block.
         """
-        absent = block.after[:0]
+        kind, absent, kept = self.weights.kind, block.after[:0], block.kept
+        assert kept is not None or kind != "LSTM"
         g = g.clone(memory_format=torch.contiguous_format)
-        kept = _kept(self.weights.kind, block)
-        given = [*self.constants, *(t.contiguous().numpy() for t in kept)]
-        shared = [block.x.contiguous().numpy(), block.before.contiguous().numpy()]
-        losses = (absent if dy is None else dy).contiguous().numpy()
+
+        def array(t: Tensor | None) -> Any:
+            return (absent if t is None else t).contiguous().numpy()
+
+        gates, cells = (None, None) if kept is None else (kept.gates, kept.cells)
+        states = [gates, None if kind == "GRU" else block.after, cells, block.x, block.before]
         starts, _, to_entry = starts_of(block.resets, g)
-        to_x = (absent if dx is None else dx).contiguous().numpy()
-        arrays = *shared, *self.read, losses, g.numpy(), starts, to_entry, to_x, *self.own
-        share(self.kernel, self.numbered, *given, backward_loops.BackwardArrays(*arrays))
+        arrays = [*self.constants, *map(array, states), *self.read, array(dy)]
+        arrays += [g.numpy(), starts, to_entry, array(dx), *self.own]
+        given = GATES[kind], kind == "RNN_RELU", BackwardArrays(*arrays)
+        share(backward_loops.backward, self.numbered, *given)
         return g
 
     def finish(self) -> None:
@@ -214,28 +221,17 @@ class Backward:
 _ROW = {"RNN_TANH": 1, "RNN_RELU": 1, "GRU": 4, "LSTM": 4}
 
 
-def _loop(weights: Weights) -> tuple[Any, list[Any], Tensor]:
-    """Return the loop of a cell, its first arguments, and the hidden weights in its order."""
-    match weights.kind:
-        case "GRU":
-            zero = weights.hidden.new_zeros(weights.hidden.shape[0])
-            given = [weights.bias_inputs, weights.bias_hidden]
-            biases = torch.stack([zero if bias is None else bias for bias in given])
-            forward = panels(weights.inputs.t())[0], panels(weights.hidden.t())[0], biases
-            r_z, n = weights.hidden.split([2 * weights.size, weights.size])
-            return backward_loops.backward_gru, [t.numpy() for t in forward], torch.cat([n, r_z])
-        case "LSTM":
-            return backward_loops.backward_lstm, [], weights.hidden
-        case _:
-            return backward_loops.backward_rnn, [weights.kind == "RNN_RELU"], weights.hidden
-
-
-def _kept(kind: Kind, block: Block) -> list[Tensor]:
-    """Return what a cell's loop reads of a block, besides inputs and states."""
-    if kind == "LSTM":
-        assert block.kept is not None
-        return [block.kept.gates, block.after, block.kept.cells]
-    return [] if kind == "GRU" else [block.after]
+def _constants(weights: Weights) -> tuple[list[Any], Tensor]:
+    """Return what recomputes a GRU's gates, and the hidden weights in the order of the loop."""
+    hidden, absent = weights.hidden, weights.hidden.detach()[:0]
+    if weights.kind != "GRU":
+        return [absent[None].numpy(), absent[None].numpy(), absent.numpy()], hidden
+    zero = hidden.new_zeros(hidden.shape[0])
+    given = [weights.bias_inputs, weights.bias_hidden]
+    biases = torch.stack([zero if bias is None else bias for bias in given])
+    forward = panels(weights.inputs.t())[0], panels(hidden.t())[0], biases
+    r_z, n = hidden.split([2 * weights.size, weights.size])
+    return [t.numpy() for t in forward], torch.cat([n, r_z])
 
 
 # The rows of a tile of a product, and the most numbers of a matrix that is read without panels.

@@ -98,12 +98,11 @@ def products(chunks: Slopes, hidden: Tensor, losses: Tensor | None) -> Tensor:
     lstm = chunks.gates.shape[-2] == 4
     n = size * (2 if lstm else 1)
     rows = hidden.new_empty(count, samples, n + 1, n)
-    kernel = sweep_loops.products_lstm if lstm else sweep_loops.products_state
     parts = parts_for(count, chunks.gates.numel() * size * n)
     numbers = sweep_loops.room_for_products(size, n // size)
     arrays = _arrays(chunks, panels(hidden)[0], losses), rows.numpy()
     room = hidden.new_empty(len(parts), numbers)
-    share(kernel, numbered(parts), *arrays, room.numpy())
+    share(sweep_loops.products, numbered(parts), *arrays, room.numpy())
     return rows
 
 
