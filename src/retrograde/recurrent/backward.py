@@ -14,10 +14,9 @@ from torch import Tensor
 
 from retrograde.kernels import BlockSweep, kernels
 from retrograde.kernels.cells import Block, Slopes, Weights, slopes
-from retrograde.kernels.cpu.llvm.barrier import parts_of_units
 from retrograde.kernels.cpu.products import add_outer, sum_of_rows, times
 from retrograde.kernels.sweep import safe_chunk
-from retrograde.recurrent.bytes import LAID_ROWS, LAID_SHARE, LARGE, Backend
+from retrograde.recurrent.bytes import LAID_ROWS, LAID_SHARE, Backend
 
 if TYPE_CHECKING:
     from retrograde.kernels.cpu.layer import Backward
@@ -54,10 +53,9 @@ class LayerBackward:
         if chunk is not None and on_cpu:  # a GPU would have to be waited for
             self.chunk = safe_chunk(hidden, chunk)
         self.batch = batch
-        alone = parts_of_units(batch, weights.size, len(hidden) // weights.size) == 1
-        small = batch > 1 and hidden.numel() <= LARGE and alone  # threads share the samples
-        loops = means == "loops" and chunk is None and self.use.backward is not None
-        self.in_one_loop = small and loops
+        one, shape = self.use.backward, (batch, weights.size, len(hidden) // weights.size)
+        loops = means == "loops" and chunk is None
+        self.in_one_loop = loops and one is not None and one.pays(*shape)
         self.loops: Backward | None = None
         self.samples = -1
         few = LAID_ROWS * (means != "in place" and not tight)

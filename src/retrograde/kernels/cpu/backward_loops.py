@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from retrograde.kernels.cells import Kind
 from retrograde.kernels.cpu import cells as cell
 from retrograde.kernels.cpu.llvm.lanes import (
     LANES,
@@ -25,6 +26,8 @@ from retrograde.kernels.cpu.llvm.lanes import (
 )
 from retrograde.kernels.cpu.llvm.tiles import PANEL, product, whole_vectors
 
+# The gate gradients of a row, in multiples of H. A GRU has those of m = U_n h + b, r, z and n.
+ROW: dict[Kind, int] = {"RNN_TANH": 1, "RNN_RELU": 1, "GRU": 4, "LSTM": 4}
 # Gate gradients are buffered per thread, in rows (one row is one step of one sample). The buffer is
 # halved at four samples or fewer, where it would dominate.
 _ROWS = 64
@@ -82,11 +85,10 @@ def steps_at_once(samples: int, length: int) -> Any:
     return max(1, min(rows // samples, length))
 
 
-def room_for(kind: str, length: int, samples: int, inputs: int, size: int) -> int:
+def room_for(kind: Kind, length: int, samples: int, inputs: int, size: int) -> int:
     """Return the size of a thread's ``room``, for ``length`` steps of its samples, I and H."""
     rows = int(steps_at_once(samples, length)) * samples
-    gates = 1 if kind.startswith("RNN") else 4
-    fixed = rows * int(row_length(gates * size)) + samples * int(whole_vectors(size))
+    fixed = rows * int(row_length(ROW[kind] * size)) + samples * int(whole_vectors(size))
     if kind == "GRU":
         fixed += 2 * samples * int(whole_vectors(3 * size))
     return fixed + rows * PANEL * -(-max(inputs, size) // PANEL)  # also holds rows of dx

@@ -13,14 +13,15 @@ of :mod:`retrograde.kernels.sweep` and :mod:`retrograde.kernels.cells`. The loop
 
 import functools
 from itertools import pairwise
+from math import ceil, prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from retrograde.kernels.cells import GATES, Block, Kept, Resets, Weights
+from retrograde.kernels.cells import GATES, Block, Kept, Kind, Resets, Weights
 from retrograde.kernels.cpu import backward_loops, forward_loops
-from retrograde.kernels.cpu.backward_loops import BackwardArrays
+from retrograde.kernels.cpu.backward_loops import ROW, BackwardArrays, room_for
 from retrograde.kernels.cpu.forward_loops import ForwardArrays
 from retrograde.kernels.cpu.llvm.barrier import (
     Counts,
@@ -30,7 +31,7 @@ from retrograde.kernels.cpu.llvm.barrier import (
 )
 from retrograde.kernels.cpu.llvm.lanes import LANES
 from retrograde.kernels.cpu.llvm.threads import numbered, parts_for, share
-from retrograde.kernels.cpu.llvm.tiles import panels, whole_vectors
+from retrograde.kernels.cpu.llvm.tiles import panels, panels_of, whole_vectors
 from retrograde.kernels.cpu.products import linear
 from retrograde.kernels.cpu.sweep import ELEMENT_WORK, starts_of
 
@@ -53,6 +54,14 @@ class Forward:
         self.fixed = u.new_empty(0) if own is None else own.detach().contiguous(), hidden
         self.sums = u.new_empty(parts, samples, int(whole_vectors(gates * each)))
         self.work = samples * len(u) * (weights.size + ELEMENT_WORK // 4)
+
+    @staticmethod
+    def numbers(kind: Kind, samples: int, size: int, parts: int, *, in_panels: bool) -> int:
+        """Return how many numbers an instance allocates; a part of several is copied twice."""
+        whole, own = GATES[kind] * size, GATES[kind] * bounds_of_units(size, parts)[1]
+        found = parts * samples * int(whole_vectors(own)) + whole
+        copies = parts * panels_of(own) + (own if parts > 1 else 0)
+        return found + (copies * size if in_panels else 0)
 
     def room(self, steps: int) -> Tensor:
         """Return an uninitialized tensor for the gates of ``steps`` steps (L, B, K·H)."""
@@ -130,8 +139,7 @@ class Backward:
         size, width = weights.size, weights.inputs.shape[1]
         self.weights, self.totals = weights, totals
         self.constants, hidden = _constants(weights)
-        rows, numbers = hidden.shape[0], _ROW[weights.kind] * size
-        work = steps * samples * rows * (2 * size + width)
+        work = steps * samples * hidden.shape[0] * (2 * size + width)
         self.parts = parts_for(samples, work)
         self.numbered = numbered(self.parts)
         each = max(last - first for first, last in self.parts)
@@ -140,26 +148,42 @@ class Backward:
             name: at_once and _has_whole_vectors(totals[name])
             for name in (("inputs",) if weights.kind == "GRU" else ("inputs", "hidden"))
         }
-        shapes = {
-            "inputs": (rows if weights.kind != "GRU" else 3 * size, int(whole_vectors(width))),
-            "hidden": (rows, int(whole_vectors(size))),
-            "biases": (numbers,),
-        }
         self.sums = {
             name: hidden.new_zeros(len(self.parts) - self.direct.get(name, False), *shape)
-            for name, shape in shapes.items()
+            for name, shape in _shapes_of_sums(weights.kind, width, size).items()
         }
-        numbers_between = max(  # a thread with fewer samples may have more rows
-            backward_loops.room_for(weights.kind, steps, last - first, width, size)
-            for first, last in self.parts
-        )
-        room = hidden.new_empty(len(self.parts), numbers_between)
+        # A thread with fewer samples may have more rows.
+        rooms = (room_for(weights.kind, steps, b - a, width, size) for a, b in self.parts)
+        room = hidden.new_empty(len(self.parts), max(rooms))
         own = {name: sums.numpy() for name, sums in self.sums.items()}
         twice = [
             (totals[name][None].numpy() if self.direct.get(name) else own[name][:0], own[name])
             for name in ("inputs", "hidden")
         ]
         self.own = *twice, own["biases"], room.numpy()
+
+    @staticmethod
+    def pays(samples: int, size: int, gates: int, threads: int = 0) -> bool:
+        """Return whether this is the fastest: if weights are few and threads share the samples."""
+        few = gates * size**2 <= _LARGE
+        return few and samples > 1 and parts_of_units(samples, size, gates, threads) == 1
+
+    @staticmethod
+    def numbers(
+        kind: Kind, samples: int, width: int, size: int, steps: int, threads: int, at_once: bool
+    ) -> int:
+        """Return how many numbers an instance holds at most, on so many threads."""
+        rows, parts = GATES[kind] * size, min(threads, max(1, samples // 2))
+        each = ceil(samples / parts) + (parts > 1)
+        found = sum(rows * panels_of(n) for n in (width, size) if not _is_plain(each, rows, n))
+        if kind == "GRU":
+            found += (width + size) * panels_of(rows) + 2 * rows + rows * size
+        found += parts * sum(map(prod, _shapes_of_sums(kind, width, size).values()))
+        if at_once:  # one thread sums directly into the gradients
+            found -= rows * width * (width % LANES == 0)
+            found -= rows * size * (size % LANES == 0 and kind != "GRU")
+        rooms = (room_for(kind, steps, max(1, each - fewer), width, size) for fewer in range(3))
+        return found + parts * max(rooms)
 
     def add(self, block: Block, dy: Tensor | None, g: Tensor, dx: Tensor | None) -> Tensor:
         """Backpropagate a block.
@@ -217,8 +241,10 @@ class Backward:
         return total
 
 
-# Gate gradients in a row, in multiples of H. A GRU has four: those of m = U_n h + b, r, z and n.
-_ROW = {"RNN_TANH": 1, "RNN_RELU": 1, "GRU": 4, "LSTM": 4}
+def _shapes_of_sums(kind: Kind, width: int, size: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a thread's sums of the weights' gradients, by name."""
+    rows, wide = GATES[kind] * size, [int(whole_vectors(n)) for n in (width, size)]
+    return {"inputs": (rows, wide[0]), "hidden": (rows, wide[1]), "biases": (ROW[kind] * size,)}
 
 
 def _constants(weights: Weights) -> tuple[list[Any], Tensor]:
@@ -238,6 +264,8 @@ def _constants(weights: Weights) -> tuple[list[Any], Tensor]:
 # Such a matrix stays in the caches although its rows are not in panels.
 _TILE_ROWS = 4
 _COMPACT = 2**15
+# The most numbers in hidden weights for which one loop is faster than BLAS.
+_LARGE = 2**18
 
 
 def _readable(w: Tensor, rows: int) -> Tensor:
@@ -246,8 +274,12 @@ def _readable(w: Tensor, rows: int) -> Tensor:
     It is in panels, unless copying does not pay: it is then returned as (1, R, N). That is so if it
     is small, its rows are whole vectors, and each of its numbers is read only once.
     """
-    read_once = rows <= _TILE_ROWS and w.numel() <= _COMPACT
-    return w.detach().unsqueeze(0) if read_once and _has_whole_vectors(w) else panels(w)[0]
+    is_plain = _is_plain(rows, *w.shape) and w.is_contiguous()
+    return w.detach().unsqueeze(0) if is_plain else panels(w)[0]
+
+
+def _is_plain(rows: int, count: int, width: int) -> bool:
+    return rows <= _TILE_ROWS and count * width <= _COMPACT and width % LANES == 0
 
 
 def _has_whole_vectors(matrix: Tensor) -> bool:

@@ -23,7 +23,7 @@ from retrograde.kernels.cpu.llvm.barrier import (
     share_or_meet,
 )
 from retrograde.kernels.cpu.llvm.threads import numbered, parts_for, share
-from retrograde.kernels.cpu.llvm.tiles import panels, whole_vectors
+from retrograde.kernels.cpu.llvm.tiles import panels, panels_of, whole_vectors
 
 #: The work of one element of the slopes, in multiplications.
 ELEMENT_WORK = 40
@@ -71,6 +71,13 @@ def sweep(
     many = 0 if resets is not None else len(hidden)
     share_or_meet(sweep_loops.sweep, parts, many, *arrays, room, units)
     return g
+
+
+def numbers_of_sweep(gates: int, samples: int, size: int, threads: int) -> int:
+    """Return how many numbers weights :func:`in_parts`, and a sweep with them, allocate at most."""
+    parts = parts_of_units(samples, size, gates, threads)
+    copied = parts * gates * panels_of(bounds_of_units(size, parts)[1])
+    return copied * size + threads * samples * int(whole_vectors(size))
 
 
 def scan(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, chunk: int) -> Tensor:

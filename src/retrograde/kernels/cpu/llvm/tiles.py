@@ -160,6 +160,11 @@ def panels(*matrices: Tensor) -> Tensor:
     return found.view(len(matrices), count, rows, PANEL)
 
 
+def panels_of(columns: int) -> int:
+    """Return the columns that a matrix with so many has in panels."""
+    return -(-columns // PANEL) * PANEL
+
+
 @compiled  # type: ignore[untyped-decorator]
 def pack(
     u: Reals, at: int, stride: int, turned: bool, rows: int, columns: int, panel: Reals
