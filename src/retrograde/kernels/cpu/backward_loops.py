@@ -7,7 +7,7 @@ weights' gradients. Array names are those of ``sweep_loops`` and ``slope_loops``
 :class:`BackwardArrays`.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,8 +68,8 @@ class BackwardArrays(NamedTuple):
     rooms: Reals  # scratch memory of each thread (:func:`room_for`)
 
 
-@compiled  # type: ignore[untyped-decorator]
-def row_length(numbers: int) -> Any:
+@compiled
+def row_length(numbers: int) -> int:
     """Return the distance from one row to the next, in numbers.
 
     One vector is added. Otherwise, if H is a power of two, all rows would compete for the same few
@@ -78,8 +78,8 @@ def row_length(numbers: int) -> Any:
     return whole_vectors(numbers) + LANES
 
 
-@compiled  # type: ignore[untyped-decorator]
-def steps_at_once(samples: int, length: int) -> Any:
+@compiled
+def steps_at_once(samples: int, length: int) -> int:
     """Return the number of steps whose gate gradients a thread buffers at a time."""
     rows = _ROWS_OF_FEW if samples <= _FEW else _ROWS
     return max(1, min(rows // samples, length))
@@ -94,14 +94,14 @@ def room_for(kind: Kind, length: int, samples: int, inputs: int, size: int) -> i
     return fixed + rows * PANEL * -(-max(inputs, size) // PANEL)  # also holds rows of dx
 
 
-@compiled  # type: ignore[untyped-decorator]
+@compiled
 def _divided(room: Reals, first: int, second: int) -> tuple[Reals, Reals, Reals]:
     """Return two parts of given lengths, set to zero, and the rest."""
     room[: first + second] = 0
     return room[:first], room[first : first + second], room[first + second :]
 
 
-@compiled  # type: ignore[untyped-decorator]
+@compiled
 def backward(kind: int, relu: bool, of: BackwardArrays, number: int, first: int, last: int) -> None:
     """Backpropagate samples first … last − 1.
 
@@ -160,7 +160,7 @@ def backward(kind: int, relu: bool, of: BackwardArrays, number: int, first: int,
         _add_products(of, s, to_inputs, stride, start, stop, rest, number, first, last)
 
 
-@compiled  # type: ignore[untyped-decorator]
+@compiled
 def leave(starts: NDArray[np.bool_], g: Reals, to_entry: Reals, first: int, last: int) -> None:
     """Move the gradients of those samples that begin anew from ``g`` to ``to_entry`` (B, n)."""
     for b in range(first, last):
@@ -169,7 +169,7 @@ def leave(starts: NDArray[np.bool_], g: Reals, to_entry: Reals, first: int, last
             g[b] = 0
 
 
-@compiled  # type: ignore[untyped-decorator]
+@compiled
 def _add_products(
     of: BackwardArrays, to_states: Reals, to_inputs: Reals, stride: int, start: int, stop: int,
     room: Reals, number: int, first: int, last: int,
@@ -183,13 +183,14 @@ def _add_products(
         _to_inputs(to_inputs, stride, of.inputs, of.dx[start:stop], room, first, last)
 
 
-@inlined  # type: ignore[untyped-decorator]
-def _of(sums: tuple[Reals, Reals], number: int) -> Any:
+@inlined
+def _of(sums: tuple[Reals, Reals], number: int) -> Reals:
     count = len(sums[0])
-    return sums[0][number] if number < count else sums[1][number - count]
+    own: Reals = sums[0][number] if number < count else sums[1][number - count]
+    return own
 
 
-@compiled  # type: ignore[untyped-decorator]
+@compiled
 def _add_bias(s: Reals, stride: int, rows: int, total: Reals) -> None:
     """Add the sum of ``rows`` rows to ``total``."""
     size = total.shape[0]
@@ -201,7 +202,7 @@ def _add_bias(s: Reals, stride: int, rows: int, total: Reals) -> None:
         store(total, j, load(total, j, left) + part, left)
 
 
-@compiled  # type: ignore[untyped-decorator]
+@compiled
 def _add_weights(
     s: Reals, stride: int, by: Reals, total: Reals, room: Reals, first: int, last: int
 ) -> None:
@@ -223,7 +224,7 @@ def _add_weights(
     product(s, 0, 1, stride, total.shape[0], packed, size, total.reshape(-1), total.shape[1])
 
 
-@compiled  # type: ignore[untyped-decorator]
+@compiled
 def _to_inputs(
     s: Reals, stride: int, inputs: Reals, dx: Reals, room: Reals, first: int, last: int
 ) -> None:

@@ -37,7 +37,7 @@ class ForwardArrays(NamedTuple):
     sums: Reals  # scratch memory, a row of whole vectors for each part and sample
 
 
-@compiled  # type: ignore[untyped-decorator]
+@compiled
 def extent(
     by_units: bool, units: Counts, samples: int, first: int, last: int
 ) -> tuple[int, int, int, int]:
@@ -45,7 +45,7 @@ def extent(
     return (first, last, 0, samples) if by_units else (0, len(units) - 1, first, last)
 
 
-@compiled  # type: ignore[untyped-decorator]
+@compiled
 def _multiply(
     gates: int, h: Reals, at: int, size: int, rows: int, weights: Reals, left: int, right: int,
     own: Reals, width: int,
@@ -63,7 +63,7 @@ def _multiply(
         product(h, at, size, 1, rows, weights, gates * (right - left), own, width)
 
 
-@compiled  # type: ignore[untyped-decorator]
+@compiled
 def run(
     gates: int, relu: bool, of: ForwardArrays, units: Counts, by_units: bool, meeting: Counts,
     first: int, last: int,
@@ -135,7 +135,7 @@ def run(
         h[:, left:right] = outputs[outputs.shape[0] - 1, :, left:right]
 
 
-@compiled  # type: ignore[untyped-decorator]
+@compiled
 def run_cells(
     gates: Reals, before: Reals, c: Reals, starts: NDArray[np.bool_], entry: Reals, first: int,
     last: int,
@@ -158,7 +158,7 @@ def run_cells(
                 store(cells, row, f * cell + i * g, left)
 
 
-@compiled  # type: ignore[untyped-decorator]
+@compiled
 def enter(
     starts: NDArray[np.bool_], entry: Reals, state: Reals, column: int, first: int, last: int
 ) -> None:

@@ -29,7 +29,7 @@ from retrograde.kernels.cpu.llvm.barrier import (
     parts_of_units,
     share_or_meet,
 )
-from retrograde.kernels.cpu.llvm.lanes import LANES
+from retrograde.kernels.cpu.llvm.lanes import LANES, Reals
 from retrograde.kernels.cpu.llvm.threads import numbered, parts_for, share
 from retrograde.kernels.cpu.llvm.tiles import panels, panels_of, whole_vectors
 from retrograde.kernels.cpu.products import linear
@@ -201,13 +201,13 @@ class Backward:
         assert kept is not None or kind != "LSTM"
         g = g.clone(memory_format=torch.contiguous_format)
 
-        def array(t: Tensor | None) -> Any:
+        def array(t: Tensor | None) -> Reals:
             return (absent if t is None else t).contiguous().numpy()
 
         gates, cells = (None, None) if kept is None else (kept.gates, kept.cells)
         states = [gates, None if kind == "GRU" else block.after, cells, block.x, block.before]
         starts, _, to_entry = starts_of(block.resets, g)
-        arrays = [*self.constants, *map(array, states), *self.read, array(dy)]
+        arrays: list[Any] = [*self.constants, *map(array, states), *self.read, array(dy)]
         arrays += [g.numpy(), starts, to_entry, array(dx), *self.own]
         given = GATES[kind], kind == "RNN_RELU", BackwardArrays(*arrays)
         share(backward_loops.backward, self.numbered, *given)
@@ -247,7 +247,7 @@ def _shapes_of_sums(kind: Kind, width: int, size: int) -> dict[str, tuple[int, .
     return {"inputs": (rows, wide[0]), "hidden": (rows, wide[1]), "biases": (ROW[kind] * size,)}
 
 
-def _constants(weights: Weights) -> tuple[list[Any], Tensor]:
+def _constants(weights: Weights) -> tuple[list[Reals], Tensor]:
     """Return what recomputes a GRU's gates, and the hidden weights in the order of the loop."""
     hidden, absent = weights.hidden, weights.hidden.detach()[:0]
     if weights.kind != "GRU":

@@ -7,10 +7,10 @@ whole passes are in ``layer``.
 
 import functools
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from retrograde.kernels import sweep as reference
@@ -22,22 +22,25 @@ from retrograde.kernels.cpu.llvm.barrier import (
     parts_of_units,
     share_or_meet,
 )
+from retrograde.kernels.cpu.llvm.lanes import Reals
 from retrograde.kernels.cpu.llvm.threads import numbered, parts_for, share
 from retrograde.kernels.cpu.llvm.tiles import panels, panels_of, whole_vectors
+
+#: The arrays ``starts``, ``entry`` and ``to_entry`` of resets.
+ResetArrays = tuple[NDArray[np.bool_], Reals, Reals]
 
 #: The work of one element of the slopes, in multiplications.
 ELEMENT_WORK = 40
 
 
-def starts_of(resets: Resets | None, like: Tensor) -> tuple[Any, Any, Any]:
-    """Return the arrays of resets: ``starts``, ``entry`` and ``to_entry``."""
+def starts_of(resets: Resets | None, like: Tensor) -> ResetArrays:
     if resets is None:
         return _no_starts(like.dtype)
     return resets.starts.contiguous().numpy(), resets.entry.numpy(), resets.gradient.numpy()
 
 
 @functools.cache
-def _no_starts(dtype: torch.dtype) -> tuple[Any, Any, Any]:
+def _no_starts(dtype: torch.dtype) -> ResetArrays:
     none = torch.empty(0, 0, dtype=dtype, device="cpu").numpy()
     return np.empty((0, 0), np.bool_), none, none
 

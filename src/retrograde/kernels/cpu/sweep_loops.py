@@ -46,7 +46,7 @@ def room_for_products(size: int, parts: int) -> int:
     return matrices + rows * (int(whole_vectors(size)) + (2 * size if parts == 2 else 0))
 
 
-@compiled  # type: ignore[untyped-decorator]
+@compiled
 def sweep(
     of: SweepArrays, g: Reals, room: Reals, units: Counts, by_units: bool, meeting: Counts,
     first: int, last: int,
@@ -97,7 +97,7 @@ def sweep(
             leave(of.starts[t], g, of.to_entry, first, last)
 
 
-@compiled  # type: ignore[untyped-decorator]
+@compiled
 def sweep_chunks(
     of: SweepArrays, after: Reals, units: Counts, meeting: Counts, rooms: Reals, number: int,
     first: int, last: int,
@@ -113,7 +113,7 @@ def sweep_chunks(
         sweep(own, after[c], rooms[number], units, False, meeting, 0, after.shape[1])
 
 
-@compiled  # type: ignore[untyped-decorator]
+@compiled
 def products(
     of: SweepArrays, rows: Reals, rooms: Reals, number: int, first: int, last: int
 ) -> None:
@@ -159,14 +159,14 @@ def products(
                 row[:, :size] = new.reshape(count, wide)[:, :size]
 
 
-@compiled  # type: ignore[untyped-decorator]
+@compiled
 def _identity(row: Reals) -> None:
     row[:] = 0
     for j in range(row.shape[1]):
         row[j, j] = 1
 
 
-@compiled  # type: ignore[untyped-decorator]
+@compiled
 def _sum_scaled(gates: Reals, hidden: Reals, first: int, last: int, out: Reals) -> None:
     """Write Σ_k diag(gates_k) U_k to ``out``, for gates first … last − 1 of ``gates`` (K·H,).
 
