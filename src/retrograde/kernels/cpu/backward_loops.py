@@ -24,7 +24,7 @@ from retrograde.kernels.cpu.llvm.lanes import (
     store,
     store_each,
 )
-from retrograde.kernels.cpu.llvm.tiles import PANEL, product, whole_vectors
+from retrograde.kernels.cpu.llvm.tiles import PANEL, pack, product, whole_vectors
 
 # The gate gradients of a row, in multiples of H. A GRU has those of m = U_n h + b, r, z and n.
 ROW: dict[Kind, int] = {"RNN_TANH": 1, "RNN_RELU": 1, "GRU": 4, "LSTM": 4}
@@ -207,20 +207,14 @@ def _add_weights(
     s: Reals, stride: int, by: Reals, total: Reals, room: Reals, first: int, last: int
 ) -> None:
     """Add sᵀ by to ``total``, for samples first … last − 1 of ``by`` (L, B, N)."""
-    size, samples, flat = by.shape[2], by.shape[1], by.reshape(-1)
-    count = -(-size // PANEL)
-    rows = by.shape[0] * (last - first)
+    (length, samples, size), each, flat = by.shape, last - first, by.reshape(-1)
+    count, rows = -(-size // PANEL), length * each
     packed = room[: count * rows * PANEL].reshape(count, rows, PANEL)
-    packed[:] = 0
     for p in range(count):
         panel = packed[p].reshape(-1)
-        for t in range(by.shape[0]):
-            for b in range(first, last):
-                row = t * (last - first) + b - first
-                for j in range(0, min(PANEL, size - p * PANEL), LANES):
-                    at = (t * samples + b) * size + p * PANEL + j
-                    value = load(flat, at, size - p * PANEL - j)
-                    store(panel, row * PANEL + j, value, LANES)
+        for t in range(length):
+            at, own = (t * samples + first) * size + p * PANEL, panel[t * each * PANEL :]
+            pack(flat, at, size, False, each, size - p * PANEL, own)
     product(s, 0, 1, stride, total.shape[0], packed, size, total.reshape(-1), total.shape[1])
 
 

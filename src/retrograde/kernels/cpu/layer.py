@@ -24,7 +24,6 @@ from retrograde.kernels.cpu import backward_loops, forward_loops
 from retrograde.kernels.cpu.backward_loops import ROW, BackwardArrays, room_for
 from retrograde.kernels.cpu.forward_loops import ForwardArrays
 from retrograde.kernels.cpu.llvm.barrier import (
-    Counts,
     bounds_of_units,
     parts_of_units,
     share_or_meet,
@@ -50,7 +49,12 @@ class Forward:
         u = weights.hidden.detach()
         parts = parts_of_units(samples, weights.size, gates)
         self.units, each = bounds_of_units(weights.size, parts)
-        hidden = panels_of_units(u, self.units) if in_panels else u.contiguous()[None, :, None]
+        if in_panels:  # the columns of a part are all gates of its units, the first gate first
+            by_gate = u.unflatten(0, (-1, u.shape[1]))
+            ends = pairwise(self.units.tolist())
+            hidden = panels(*(by_gate[:, a:b].permute(2, 0, 1) for a, b in ends))
+        else:
+            hidden = u.contiguous()[None, :, None]
         self.fixed = u.new_empty(0) if own is None else own.detach().contiguous(), hidden
         self.sums = u.new_empty(parts, samples, int(whole_vectors(gates * each)))
         self.work = samples * len(u) * (weights.size + ELEMENT_WORK // 4)
@@ -82,7 +86,7 @@ class Forward:
             cells: receives an LSTM's c before each step (L, B, H), if given.
             resets: where samples begin anew.
         """
-        _drive(self.weights.inputs, self.bias, x, gates)
+        linear(x.flatten(0, 1), self.weights.inputs, self.bias, gates.flatten(0, 1))
         kind, none = self.weights.kind, outputs[:0]
         before = none if cells is None else cells
         c = state[1] if kind == "LSTM" else none.flatten(0, 1)
@@ -94,15 +98,6 @@ class Forward:
         share_or_meet(forward_loops.run, parts, many, *given)
 
 
-def panels_of_units(u: Tensor, units: Counts) -> Tensor:
-    """Return the transposed hidden weights (K·H, H) in panels (P, …), for each part of the units.
-
-    The columns of a part are all gates of its units, the first gate first.
-    """
-    by_gate = u.unflatten(0, (-1, u.shape[1]))
-    return panels(*(by_gate[:, a:b].permute(2, 0, 1) for a, b in pairwise(units.tolist())))
-
-
 def _biases(weights: Weights) -> tuple[Tensor | None, Tensor | None]:
     """Return the bias of the inputs' part of the gates, and that of a GRU's state."""
     inputs, hidden = weights.bias_inputs, weights.bias_hidden
@@ -110,11 +105,6 @@ def _biases(weights: Weights) -> tuple[Tensor | None, Tensor | None]:
         rows = weights.hidden.shape[0]
         return inputs, weights.hidden.new_zeros(rows) if hidden is None else hidden
     return inputs if hidden is None or inputs is None else inputs + hidden, None
-
-
-def _drive(inputs: Tensor, bias: Tensor | None, x: Tensor, out: Tensor) -> None:
-    """Write x Wᵀ + bias to ``out``."""
-    linear(x.flatten(0, 1), inputs, bias, out.flatten(0, 1))
 
 
 class Backward:
@@ -297,8 +287,9 @@ def recall(
     """
     gates = before.new_empty(*before.shape[:2], 4 * weights.size)
     cells, (bias, _) = before.new_empty(before.shape), _biases(weights)
-    _drive(weights.inputs, bias, x, gates)
-    linear(before.flatten(0, 1), weights.hidden, None, gates.flatten(0, 1), add=True)
+    flat = gates.flatten(0, 1)
+    linear(x.flatten(0, 1), weights.inputs, bias, flat)
+    linear(before.flatten(0, 1), weights.hidden, None, flat, add=True)
     arrays = gates.numpy(), cells.numpy(), c.numpy(), *starts_of(resets, c)[:2]
     parts = parts_for(before.shape[1], before.numel() * ELEMENT_WORK)
     share(forward_loops.run_cells, parts, *arrays)

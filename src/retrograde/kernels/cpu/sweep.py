@@ -105,8 +105,7 @@ def scan(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, chunk: in
 def products(chunks: Slopes, hidden: Tensor, losses: Tensor | None) -> Tensor:
     """Do the same as :func:`retrograde.kernels.sweep.products`, for either dtype on a CPU."""
     count, _, samples, _, size = chunks.gates.shape
-    lstm = chunks.gates.shape[-2] == 4
-    n = size * (2 if lstm else 1)
+    n = size * (2 if chunks.gates.shape[-2] == 4 else 1)
     rows = hidden.new_empty(count, samples, n + 1, n)
     parts = parts_for(count, chunks.gates.numel() * size * n)
     numbers = sweep_loops.room_for_products(size, n // size)

@@ -119,8 +119,7 @@ def products(
 ) -> None:
     """Write the products P, and d, of chunks first … last − 1 to ``rows`` (C, B, n + 1, n).
 
-    A step of an LSTM multiplies by the two factors of the Jacobian: d = g_c + g_h e;
-    g_h ← d a + g_h (s_o U_o); g_c ← d f.
+    An LSTM's Jacobian has two factors: d = g_c + g_h e; g_h ← d a + g_h (s_o U_o); g_c ← d f.
     """
     (_, length, samples, width), hidden, room = of.gates.shape, of.hidden, rooms[number]
     state, (parts, _, panel) = rows.shape[3], hidden.shape
