@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from oracles.jacobians import jacobians
-from retrograde.kernels import in_place, kernels
+from retrograde.kernels import kernels
 from retrograde.kernels.cells import GATES, Slopes, Weights, slopes
 from retrograde.kernels.cpu import sweep as cpu
 from retrograde.kernels.cpu.llvm import barrier as meeting
@@ -26,7 +26,7 @@ CHUNKS = [1, 2, 7, 16, 64]
 
 def in_place_sweep(steps, hidden, dy, g):
     """The sweep that makes no copy of the weights."""
-    use = in_place(hidden.dtype, hidden.shape[1])
+    use = kernels("cpu", hidden.dtype, hidden.shape[1]).in_place
     return use.sweep_with(hidden, len(g))(steps, dy, g)
 
 

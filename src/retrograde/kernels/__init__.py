@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from retrograde.kernels import cells, sweep
-from retrograde.kernels.cells import GateSlopes, Kept, Slopes
+from retrograde.kernels.cells import GateSlopes, Kept, Slopes, Weights
 from retrograde.kernels.cuda.limits import LARGEST_SIZE
 from retrograde.kernels.fallback import Fallback
 
 if TYPE_CHECKING:
     from retrograde.kernels.cpu.layer import Backward, Forward
 
-__all__ = ["LARGEST_SIZE", "BlockSweep", "Kernels", "in_place", "kernels"]
+__all__ = ["LARGEST_SIZE", "BlockSweep", "Kernels", "kernels"]
 
 Sweep = Callable[..., Tensor]
 Scan = Callable[..., Tensor]
@@ -45,7 +45,7 @@ class Kernels:
     scan: Scan
     gates: GateSlopes
     products: Products
-    forward: "type[Forward] | None" = None
+    forward: "Callable[[Weights, int], Forward] | None" = None
     backward: "type[Backward] | None" = None
     recall: Recall | None = None
     prepare: Callable[[Tensor, int], Tensor] = _as_it_is
@@ -62,6 +62,14 @@ class Kernels:
     def resetting(self) -> "Kernels":
         """The implementation for samples that begin anew: torch's operations on a GPU."""
         return self if self.name == "numba" else _plain()
+
+    @property
+    def in_place(self) -> "Kernels":
+        """Those of a CPU that take least memory: they make no copy of the weights."""
+        from retrograde.kernels.cpu import layer, sweep
+
+        forward = functools.partial(layer.Forward, in_panels=False)
+        return replace(self, forward=forward, backward=None, prepare=sweep.as_they_lie)
 
 
 @functools.cache
@@ -101,13 +109,3 @@ def kernels(device: str, dtype: torch.dtype, size: int) -> Kernels:
 def _plain() -> Kernels:
     slopes = cells.gru_slopes, cells.lstm_slopes
     return Kernels("torch", sweep.sweep, sweep.scan, slopes, sweep.products)
-
-
-def in_place(dtype: torch.dtype, size: int) -> Kernels:
-    """Return the CPU kernels that take least memory: they make no copy of the weights."""
-    from retrograde.kernels.cpu import layer as cpu_layer
-    from retrograde.kernels.cpu import sweep as cpu
-
-    use = kernels("cpu", dtype, size)
-    forward = cpu_layer.ForwardInPlace
-    return replace(use, forward=forward, backward=None, prepare=cpu.as_they_lie)

@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from retrograde.kernels import BlockSweep, in_place, kernels
+from retrograde.kernels import BlockSweep, kernels
 from retrograde.kernels.cells import Block, Slopes, Weights, slopes
-from retrograde.kernels.cpu.llvm.barrier import parts_of_units
 from retrograde.kernels.cpu.products import add_outer, sum_of_rows, times
 from retrograde.kernels.sweep import safe_chunk
-from retrograde.recurrent.bytes import LAID_ROWS, LAID_SHARE, LARGE, Backend
+from retrograde.recurrent.bytes import LAID_ROWS, LAID_SHARE, Backend
 
 if TYPE_CHECKING:
     from retrograde.kernels.cpu.layer import Backward
@@ -48,16 +47,15 @@ class LayerBackward:
         self.rows, self.at_once = rows, at_once or not on_cpu
         self.use = kernels(hidden.device.type, hidden.dtype, weights.size)
         if means == "in place":
-            self.use = in_place(hidden.dtype, weights.size)
+            self.use = self.use.in_place
         if resets:
             self.use = self.use.resetting
         if chunk is not None and on_cpu:  # a GPU would have to be waited for
             self.chunk = safe_chunk(hidden, chunk)
         self.batch = batch
-        alone = parts_of_units(batch, weights.size, len(hidden) // weights.size) == 1
-        small = batch > 1 and hidden.numel() <= LARGE and alone  # threads share the samples
-        loops = means == "loops" and chunk is None and self.use.backward is not None
-        self.in_one_loop = small and loops
+        one, shape = self.use.backward, (batch, weights.size, len(hidden) // weights.size)
+        loops = means == "loops" and chunk is None
+        self.in_one_loop = loops and one is not None and one.pays(*shape)
         self.loops: Backward | None = None
         self.samples = -1
         few = LAID_ROWS * (means != "in place" and not tight)

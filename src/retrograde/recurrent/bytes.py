@@ -9,15 +9,14 @@ length of a span, and the number of steps whose gates are kept.
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import ceil
 from typing import Literal
 
 from retrograde.kernels.cells import GATES, Kind
-from retrograde.kernels.cpu import backward_loops
+from retrograde.kernels.cpu.layer import Backward, Forward
 from retrograde.kernels.cpu.llvm.barrier import MANY_SAMPLES, parts_of_units
-from retrograde.kernels.cpu.llvm.lanes import LANES
-from retrograde.kernels.cpu.llvm.tiles import PANEL
+from retrograde.kernels.cpu.llvm.tiles import PANEL, whole_vectors
 from retrograde.kernels.cpu.products import room_of_outer, room_of_product, threads_with_room
+from retrograde.kernels.cpu.sweep import numbers_of_sweep
 from retrograde.plan.fit import Curve
 
 #: What runs the layers. ``"loops"`` is one loop for a whole backward pass. ``"sweeps"`` is loops
@@ -28,9 +27,6 @@ Backend = Literal["loops", "sweeps", "in place", "torch"]
 
 #: The bytes of the inputs' contribution to the gates that are held at a time.
 FORWARD_BYTES = 2**21
-
-#: The most numbers in hidden weights for which our own loops are faster than BLAS.
-LARGE = 2**18
 
 #: The outputs' gradient may have to be laid into contiguous memory: so many rows, or a quarter of a
 #: span, at a time. What runs in place copies a quarter, or a step.
@@ -44,16 +40,6 @@ _FEW_ROWS = 2**14
 def sums_at_once(length: int, batch: int) -> bool:
     """Return whether T × B is so small that summing weights' gradients in place rounds little."""
     return length * batch <= _FEW_ROWS
-
-
-def _whole(width: int, unit: int = LANES) -> int:
-    return -(-width // unit) * unit
-
-
-def _panels(count: int, width: int, samples: int) -> int:
-    """Return the numbers of a matrix copied into panels; none if few samples read it uncopied."""
-    as_it_is = samples <= 4 and count * width <= 2**15 and width % LANES == 0
-    return 0 if as_it_is else count * _whole(width, PANEL)
 
 
 @dataclass(frozen=True)
@@ -182,13 +168,8 @@ class Layer:
     @property
     def loops(self) -> bool:
         """Whether one loop does the whole backward pass."""
-        small = GATES[self.kind] * self.size * self.size <= LARGE
-        return self.backward_by == "loops" and self.batch > 1 and small and self._parts == 1
-
-    @property
-    def _parts(self) -> int:
-        """The parts of the units that threads share if there are few samples."""
-        return parts_of_units(self.batch, self.size, GATES[self.kind], self.threads)
+        shape = self.batch, self.size, GATES[self.kind], self.threads
+        return self.backward_by == "loops" and Backward.pays(*shape)
 
     @cached_property
     def _parts_onward(self) -> int:
@@ -196,10 +177,6 @@ class Layer:
         most = min(self.batch, max(MANY_SAMPLES))
         counts = range(1, most + 1) if self.packed else [self.batch]
         return max(parts_of_units(n, self.size, GATES[self.kind], self.threads) for n in counts)
-
-    def _each(self, parts: int) -> int:
-        """Return the most units of a part."""
-        return min(self.size, _whole(-(-self.size // parts)))
 
     @property
     def _lstm(self) -> bool:
@@ -228,46 +205,22 @@ class Layer:
             assert self.vendor is not None
             steps = -(-rows // self.batch)
             return -(-int(self.vendor(steps)) // self.item) if steps else 0
-        parts = self._parts_onward
-        own = GATES[self.kind] * self._each(parts)
-        numbers = parts * self.batch * _whole(own) + gates + self._room(rows, self.width)
-        if self.forward_by == "loops":
-            numbers += parts * _whole(own, PANEL) * self.size
-            numbers += own * self.size if parts > 1 else 0  # a part is copied twice
+        given = self.kind, self.batch, self.size, self._parts_onward
+        numbers = Forward.numbers(*given, in_panels=self.forward_by == "loops")
+        numbers += self._room(rows, self.width)
         if not self.kind.startswith("RNN"):
             numbers += rows * gates
         return numbers
 
     def _fixed(self, rows: int) -> int:
         """Return the numbers that a backward pass holds throughout."""
-        size, width, gates = self.size, self.width, GATES[self.kind] * self.size
-        if self.backward_by in (
-            "in place",
-            "torch",
-        ):  # a wide sweep's table, its graph's random state
-            return self.batch * _whole(size) + 16
+        if self.backward_by in ("in place", "torch"):
+            # A wide sweep's table, and its graph's random state.
+            return self.batch * int(whole_vectors(self.size)) + 16
         if not self.loops:
-            numbers = self._parts * gates * _whole(self._each(self._parts), PANEL)
-            return numbers + self.threads * self.batch * _whole(size)
-        steps = max(1, rows // self.batch)
-        parts = min(self.threads, max(1, self.batch // 2))
-        each = ceil(self.batch / parts) + (parts > 1)
-        gru = self.kind == "GRU"
-        hidden = 3 * size if gru else gates
-        numbers = _panels(gates, width, each) + _panels(hidden, size, each)
-        if gru:
-            numbers += (width + size) * _whole(3 * size, PANEL) + 6 * size + hidden * size
-        row = (1 if self.kind.startswith("RNN") else 4) * size
-        sums = gates * _whole(width) + hidden * _whole(size) + row
-        numbers += parts * sums
-        if self.at_once:  # one thread sums directly into the gradients
-            numbers -= gates * width * (width % LANES == 0)
-            numbers -= hidden * size * (size % LANES == 0 and not gru)
-        room = max(
-            backward_loops.room_for(self.kind, steps, max(1, samples), width, size)
-            for samples in (each, each - 1, each - 2)
-        )
-        return numbers + parts * room
+            return numbers_of_sweep(GATES[self.kind], self.batch, self.size, self.threads)
+        shape = self.kind, self.batch, self.width, self.size, max(1, rows // self.batch)
+        return Backward.numbers(*shape, self.threads, self.at_once)
 
 
 def stacked(layer: Layer, count: int, vendor: Sequence[Curve | None] = ()) -> tuple[Layer, ...]:

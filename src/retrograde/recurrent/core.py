@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from retrograde.kernels import in_place, kernels
+from retrograde.kernels import kernels
 from retrograde.kernels.cells import Block, Kept, Resets, Weights
 from retrograde.kernels.cpu.llvm.threads import paced
 from retrograde.recurrent.backward import LayerBackward
@@ -51,6 +51,146 @@ class _LayerTape(Tape):
     kept: dict[tuple[int, int, Span], Kept] = field(default_factory=dict)
 
 
+class LayerPass:
+    """One layer of a track in a range of steps: where a span's numbers are, and how it runs.
+
+    ``track`` and ``layer`` are numbers; ``place`` is the layer's number among those of all tracks.
+    """
+
+    def __init__(
+        self, core: "HeldLayers", inputs: Inputs, tape: _LayerTape, track: int, layer: int
+    ) -> None:
+        self.core, self.inputs, self.tape, self.track, self.layer = core, inputs, tape, track, layer
+        self.weights, self.place = core.tracks[track][layer], track * core.count + layer
+        self.is_top = layer == core.count - 1
+
+    def state(self, span: Span) -> Tensors:
+        """Return views of the layer's state, which goes from before the range to after it."""
+        return [s[self.place, : span.samples] for s in self.tape.state_after]
+
+    def record(self, emit: Emit | None) -> None:
+        """Run the layer over the range."""
+        core, tape, emits = self.core, self.tape, emit not in (None, discard)
+        spans = core.spans(self.track, tape.start, tape.stop)
+        if not self.is_top:
+            rows = sum(span.rows for span in spans)
+            tape.below.append(tape.state_after[0].new_empty(rows, core.size))
+        run = LayerForward(core.forward, self.weights, core.block)
+        for span in spans:
+            key, keeps, room = (self.track, self.layer, span), self._keeps(span), None
+            if core.kind == "LSTM" and not keeps:
+                tape.marks[key] = self.state(span)[1].clone()
+            if self.is_top and emit is None and core.follows:
+                found = self.follow(span)
+                if keeps and found is not None:
+                    tape.kept[key] = found
+                del found  # before the next ones are made
+                continue
+            x = self.given(span)
+            if keeps and (room := room_for(self.weights, x)) is not None:
+                tape.kept[key] = room
+            y = self.outputs(span)
+            # In a second run the caller's outputs exist already.
+            direct = not self.is_top or (emits and y.is_contiguous() and len(core.tracks) == 1)
+            into = y if direct else x.new_empty(*x.shape[:-1], core.size)
+            run(x, self.state(span), into, room, self.resets(span))
+            if emits and not direct:
+                y.copy_(self.turned(into))
+            del x, into  # before the next ones are made
+
+    def follow(self, span: Span) -> Kept | None:
+        """Move a top layer's state from before a span to after it, when its outputs exist already.
+
+        No recurrence of h is run. Return an LSTM's gates, which its c needs; None for other layers.
+        """
+        h, *c = self.state(span)
+        if not c:
+            h.copy_(self.outputs(span)[0 if self.track else -1])
+            return None
+        assert self.core.recall is not None
+        after = self._states(span)
+        before = torch.cat([h.unsqueeze(0), after[:-1]])
+        h.copy_(after[-1])
+        resets = self.resets(span)
+        if resets is not None:
+            resets.enter(slice(None), before)
+        return self.core.recall(self.weights, self.given(span), before, *c, resets)
+
+    def block(self, span: Span, earlier: list[Span]) -> Block:
+        """Return a span in the form that its backward pass needs."""
+        core, tape, key = self.core, self.tape, (self.track, self.layer, span)
+        after, resets = self._states(span), self.resets(span)
+        if core.steps and earlier and resets is None:  # a view
+            before = self._states(Span(span.start - 1, span.stop - 1, span.samples))
+        else:
+            entering = tape.first[0][self.place, : span.samples]
+            if earlier:
+                end = earlier[-1].start if self.track else earlier[-1].stop - 1
+                last = self._states(Span(end, end + 1, earlier[-1].samples))[0]
+                entering = torch.cat([last[: span.samples], entering[len(last) :]])
+            before = torch.cat([entering.unsqueeze(0), after[:-1]])
+        c, kept = tape.marks.pop(key, None), tape.kept.pop(key, None)
+        x = self.given(span)
+        if resets is not None:
+            resets.enter(slice(None), before)
+        return Block(x, before, after, c, kept, resets).cast(core.real)
+
+    def turned(self, t: Tensor) -> Tensor:
+        """Return a tensor over steps in the order of the track, or one of the track in theirs."""
+        return t.flip(0) if self.track else t
+
+    def resets(self, span: Span) -> Resets | None:
+        """Return where the samples of a span begin anew, in the order of the track."""
+        core = self.core
+        if core.resets is None:
+            return None
+        starts = core.rows_of(core.resets.starts[self.track], span)[..., 0]
+        entries = core.resets.entries
+        into = entries if core.to_entries is None else core.to_entries
+        own = self.place, slice(span.samples)
+        return Resets(self.turned(starts).contiguous(), entries[own], into[own])
+
+    def given(self, span: Span) -> Tensor:
+        """Return the layer's inputs for a span (L, n, I), in the order of the track."""
+        if self.layer:
+            return self.core.dropped(self._below(self.layer - 1, span), self.layer, span)
+        (x,) = cast(InMemory, self.inputs).tensors
+        x = self.core.dropped(self.core.rows_of(x.detach(), span), 0, span)
+        return self.turned(x).contiguous()
+
+    def outputs(self, span: Span) -> Tensor:
+        """Return a view of the outputs of a span (L, n, H), a top layer's in the caller's order."""
+        if self.is_top:
+            return self.core.columns(cast(InMemory, self.inputs).outputs[0], self.track, span)
+        return self._below(self.layer, span)
+
+    def _states(self, span: Span) -> Tensor:
+        """Return h after every step of a span (L, n, H), in the order of the track."""
+        y = self.outputs(span)
+        return self.turned(y).to(self.core.real).contiguous() if self.is_top else y
+
+    def _below(self, layer: int, span: Span) -> Tensor:
+        """Return the outputs of a layer that is not the top one (L, n, H)."""
+        core, steps = self.core, (self.tape.start, span.start, span.stop)
+        first, a, b = (
+            t * core.batch if core.sizes is None else core.rows.offsets[t] for t in steps
+        )
+        return self.tape.below[layer][a - first : b - first].view(len(span), span.samples, -1)
+
+    def _keeps(self, span: Span) -> bool:
+        """Return whether the gates of a span are kept.
+
+        They are kept for the last steps of each track. A recorded range of one span that is only a
+        part of all steps keeps those of its top layer, which is backpropagated next.
+        """
+        core, length = self.core, self.core.rows.length
+        if core.kind != "LSTM" or core.forward is None:
+            return False
+        if len(span) == self.tape.stop - self.tape.start < length:
+            return self.is_top
+        return span.stop <= core.kept if self.track else span.start >= length - core.kept
+
+
 class HeldLayers(Core):
     """Several layers in one direction, or one layer in two directions; without projections.
 
@@ -80,8 +220,8 @@ class HeldLayers(Core):
         loops: Backend = "loops"
         self.backward_by = plan.backward_by or (loops,) * self.count
         use = kernels(weight.device.type, weight.dtype, self.size)
-        forward_by = in_place(weight.dtype, self.size) if plan.forward_by == "in place" else use
-        self.forward, self.recall = forward_by.forward, use.recall
+        self.forward = (use.in_place if plan.forward_by == "in place" else use).forward
+        self.recall = use.recall
         #: Whether a second run can take h from the outputs of the top layer, without a recurrence.
         self.follows = self.kind != "LSTM" or self.recall is not None
 
@@ -109,26 +249,24 @@ class HeldLayers(Core):
         self, inputs: Inputs, start: int, stops: Sequence[int], state: Tensors, emit: Emit | None
     ) -> list[Tensors]:
         """Run a few steps at a time through all layers; memory does not grow with their number."""
-        found, after = [], [_copied(s) for s in state]
-        (track,) = self.tracks
+        tape, found = self._tape(inputs, start, stops[-1], state), []
+        layers, after = self._passes(inputs, tape), tape.state_after
+        top, emits = layers[-1], emit not in (None, discard)
         follows = emit is None and self.count == 1 and self.follows
-        passes = [] if follows else [LayerForward(self.forward, w, self.block) for w in track]
+        runs = [LayerForward(self.forward, one.weights, self.block) for one in layers]
         for a, b in pairwise([start, *stops]):
             if follows:
-                for span in self._spans(0, a, b):
-                    own = [s[0, : span.samples] for s in after]
-                    self._follow(None, inputs, 0, span, track[0], own)
+                for span in self.spans(0, a, b):
+                    top.follow(span)
             else:
-                most = min(p.rows for p in passes)
+                most = min(run.rows for run in runs)
                 for span in cut(a, b, most, self.batch, self.sizes):
-                    y = self._given(None, inputs, 0, 0, span)
-                    for k, run in enumerate(passes):
-                        if k:
-                            y = self._dropped(y, k, span)
-                        top = k == self.count - 1 and emit not in (None, discard)
-                        own, given = [s[k, : span.samples] for s in after], y
-                        y = self._output(inputs, 0, span) if top else _room(given, self.size)
-                        run(given, own, y, None, self._anew(0, k, span))
+                    y = layers[0].given(span)
+                    for one, run in zip(layers, runs, strict=True):
+                        x = y = self.dropped(y, one.layer, span) if one.layer else y
+                        direct = one is top and emits
+                        y = top.outputs(span) if direct else x.new_empty(*x.shape[:-1], self.size)
+                        run(x, one.state(span), y, None, one.resets(span))
             found.append(after if b == stops[-1] else [s.clone() for s in after])
         return found
 
@@ -137,13 +275,19 @@ class HeldLayers(Core):
     def record(
         self, inputs: Inputs, start: int, stop: int, state: Tensors, emit: Emit | None
     ) -> Tape:
-        after = [_copied(s) for s in state]
-        wanted, passes = [*inputs.differentiable], [True] * len(state)
-        tape = _LayerTape(start, stop, [], wanted, passes, after, (), [*state], [])
-        for number, layers in enumerate(self.tracks):
-            for k, weights in enumerate(layers):
-                self._record(tape, inputs, number, k, weights, emit)
+        tape = self._tape(inputs, start, stop, state)
+        for track in range(len(self.tracks)):
+            for one in self._passes(inputs, tape, track):
+                one.record(emit)
         return tape
+
+    def _tape(self, inputs: Inputs, start: int, stop: int, state: Tensors) -> _LayerTape:
+        after = [s.detach().clone(memory_format=torch.contiguous_format) for s in state]
+        wanted, passes = [*inputs.differentiable], [True] * len(state)
+        return _LayerTape(start, stop, [], wanted, passes, after, (), [*state], [])
+
+    def _passes(self, inputs: Inputs, tape: _LayerTape, track: int = 0) -> list[LayerPass]:
+        return [LayerPass(self, inputs, tape, track, layer) for layer in range(self.count)]
 
     @paced
     @torch.no_grad()
@@ -169,141 +313,39 @@ class HeldLayers(Core):
                     total += part
             self.to_entries = None
 
-    def _record(
-        self, tape: _LayerTape, inputs: Inputs, number: int, k: int, weights: Weights,
-        emit: Emit | None,
-    ) -> None:  # fmt: skip
-        """Run a layer over a range; its state goes from before the range to after it."""
-        top, own = k == self.count - 1, number * self.count + k
-        emits = emit not in (None, discard)
-        spans = self._spans(number, tape.start, tape.stop)
-        if not top:
-            rows = sum(span.rows for span in spans)
-            tape.below.append(tape.state_after[0].new_empty(rows, self.size))
-        run = LayerForward(self.forward, weights, self.block)
-        for span in spans:
-            state = [s[own, : span.samples] for s in tape.state_after]
-            keeps, room = self._keeps(tape, number, k, span), None
-            if self.kind == "LSTM" and not keeps:
-                tape.marks[number, k, span] = state[1].clone()
-            if top and emit is None and self.follows:
-                found = self._follow(tape, inputs, number, span, weights, state)
-                if keeps and found is not None:
-                    tape.kept[number, k, span] = found
-                del found  # before the next ones are made
-                continue
-            x = self._given(tape, inputs, number, k, span)
-            if keeps and (room := room_for(weights, x)) is not None:
-                tape.kept[number, k, span] = room
-            y = self._output(inputs, number, span) if top else self._below(tape, k, span)
-            # In a second run the caller's outputs exist already.
-            direct = not top or (emits and y.is_contiguous() and len(self.tracks) == 1)
-            into = y if direct else _room(x, self.size)
-            run(x, state, into, room, self._anew(number, k, span))
-            if emits and not direct:
-                y.copy_(into.flip(0) if number else into)
-            del x, into  # before the next ones are made
-
-    def _follow(
-        self, tape: _LayerTape | None, inputs: Inputs, number: int, span: Span, weights: Weights,
-        state: Tensors,
-    ) -> Kept | None:  # fmt: skip
-        """Move a top layer's state from before a span to after it, when its outputs exist already.
-
-        No recurrence of h is run. Return an LSTM's gates, which its c needs; None for other layers.
-        """
-        h, *c = state
-        if not c:
-            h.copy_(self._output(inputs, number, span)[0 if number else -1])
-            return None
-        assert self.recall is not None
-        after = self._read(self._output(inputs, number, span), number)
-        before = torch.cat([h.unsqueeze(0), after[:-1]])
-        h.copy_(after[-1])
-        resets = self._anew(number, self.count - 1, span)
-        if resets is not None:
-            resets.enter(slice(None), before)
-        x = self._given(tape, inputs, number, self.count - 1, span)
-        return self.recall(weights, x, before, *c, resets)
-
-    def _backpropagate(
-        self, tape: _LayerTape, gradients: Gradients, number: int, g: Tensor
-    ) -> None:
+    def _backpropagate(self, tape: _LayerTape, gradients: Gradients, track: int, g: Tensor) -> None:
         """Backpropagate a track; g (layers, B, n) goes from after the range to before it."""
-        spans = self._spans(number, tape.start, tape.stop)
-        totals = self._totals(number, gradients.parameters)
+        spans = self.spans(track, tape.start, tape.stop)
+        totals = self._totals(track, gradients.parameters)
         options: Any = {"chunk": self.chunk, "at_once": self.at_once, "tight": bool(self.steps)}
         options["resets"] = self.resets is not None
-        passes = [
+        backs = [
             LayerBackward(w.cast(self.real), total, self.batch, self.block, means=means, **options)
-            for w, total, means in zip(self.tracks[number], totals, self.backward_by, strict=True)
+            for w, total, means in zip(self.tracks[track], totals, self.backward_by, strict=True)
         ]
         (total_dx,), (seeds,) = gradients.inputs, gradients.outputs
-        read = cast(Inputs, gradients.read)
+        lowest, *_ = layers = self._passes(cast(Inputs, gradients.read), tape, track)
         while spans:
             span = spans.pop()
-            dy = None if seeds is None else self._columns(seeds, number, span)
-            if dy is not None and number:
-                dy = dy.flip(0)
-            into = None if total_dx is None else self._rows(total_dx, span)
+            dy = None if seeds is None else lowest.turned(self.columns(seeds, track, span))
+            into = None if total_dx is None else self.rows_of(total_dx, span)
             for k in reversed(range(self.count)):
-                block = self._block(tape, read, number, k, span, spans)
-                dx = into if k == 0 and (into is None or self._writes(into)) else _room(block.x)
+                block = layers[k].block(span, spans)
+                direct = k == 0 and (into is None or self._writes(into))
+                dx = into if direct else torch.empty_like(block.x)
                 at = g[k, : span.samples]
-                at.copy_(passes[k].add(block, dy, at, dx))
+                at.copy_(backs[k].add(block, dy, at, dx))
                 del block  # before the next one is made
-                dy = self._dropped(dx, k, span) if k and dx is not None else dx
+                dy = self.dropped(dx, k, span) if k and dx is not None else dx
             if dx is not None and into is not None and dx is not into:
-                dx = self._dropped(dx.flip(0) if number else dx, 0, span)
-                _ = into.add_(dx) if number else into.copy_(dx)
+                dx = self.dropped(lowest.turned(dx), 0, span)
+                _ = into.add_(dx) if track else into.copy_(dx)
             dx = dy = None  # before the next ones are made
-        for one in passes:
+        for one in backs:
             one.finish()
         tape.below.clear()
 
-    def _block(
-        self, tape: _LayerTape, read: Inputs, number: int, k: int, span: Span, earlier: list[Span]
-    ) -> Block:
-        """Return a span in the form that its backward pass needs."""
-        own = number * self.count + k
-        after = self._states(tape, read, number, k, span)
-        resets = self._anew(number, k, span)
-        if self.steps and earlier and resets is None:  # a view
-            at = Span(span.start - 1, span.stop - 1, span.samples)
-            before = self._states(tape, read, number, k, at)
-        else:
-            entering = tape.first[0][own, : span.samples]
-            if earlier:
-                end = earlier[-1].start if number else earlier[-1].stop - 1
-                one = Span(end, end + 1, earlier[-1].samples)
-                last = self._states(tape, read, number, k, one)[0]
-                entering = torch.cat([last[: span.samples], entering[len(last) :]])
-            before = torch.cat([entering.unsqueeze(0), after[:-1]])
-        c = tape.marks.pop((number, k, span), None)
-        kept = tape.kept.pop((number, k, span), None)
-        x = self._given(tape, read, number, k, span)
-        if resets is not None:
-            resets.enter(slice(None), before)
-        return Block(x, before, after, c, kept, resets).cast(self.real)
-
-    def _anew(self, number: int, k: int, span: Span) -> Resets | None:
-        """Return where the samples of a span begin anew, in the order of a track."""
-        if self.resets is None:
-            return None
-        starts = self._rows(self.resets.starts[number], span)[..., 0]
-        starts = (starts.flip(0) if number else starts).contiguous()
-        own = number * self.count + k, slice(span.samples)
-        entries = self.resets.entries
-        into = entries if self.to_entries is None else self.to_entries
-        return Resets(starts, entries[own], into[own])
-
-    def _states(self, tape: _LayerTape, inputs: Inputs, number: int, k: int, span: Span) -> Tensor:
-        """Return h after every step of a span (L, n, H)."""
-        if k < self.count - 1:
-            return self._below(tape, k, span)
-        return self._read(self._output(inputs, number, span), number)
-
-    def _spans(self, number: int, start: int, stop: int) -> list[Span]:
+    def spans(self, number: int, start: int, stop: int) -> list[Span]:
         """Return the spans of a range, in the order in which a track runs them.
 
         A new span begins where gates begin to be kept.
@@ -320,32 +362,16 @@ class HeldLayers(Core):
         ]
         return spans[::-1] if number else spans
 
-    def _keeps(self, tape: _LayerTape, number: int, k: int, span: Span) -> bool:
-        """Return whether the gates of a span are kept.
-
-        They are kept for the last steps of each track. A recorded range of one span that is only a
-        part of all steps keeps those of its top layer, which is backpropagated next.
-        """
-        if self.kind != "LSTM" or self.forward is None:
-            return False
-        if len(span) == tape.stop - tape.start < self.rows.length:
-            return k == self.count - 1
-        return span.stop <= self.kept if number else span.start >= self.rows.length - self.kept
-
-    def _rows(self, t: Tensor, span: Span) -> Tensor:
+    def rows_of(self, t: Tensor, span: Span) -> Tensor:
         """Return a span's rows of a tensor over all steps (L, n, …), in the order of the steps."""
         if self.sizes is None:
             return t[span.start : span.stop]
         rows = t[self.rows.offsets[span.start] : self.rows.offsets[span.stop]]
         return rows.view(len(span), span.samples, -1)
 
-    def _columns(self, t: Tensor, number: int, span: Span) -> Tensor:
+    def columns(self, t: Tensor, number: int, span: Span) -> Tensor:
         """Return a span's rows for one track, from a tensor that has the tracks side by side."""
-        return self._rows(t, span)[..., number * self.size : (number + 1) * self.size]
-
-    def _read(self, t: Tensor, number: int) -> Tensor:
-        """Return a tensor over steps in the order of a track, in contiguous memory."""
-        return (t.flip(0) if number else t).to(self.real).contiguous()
+        return self.rows_of(t, span)[..., number * self.size : (number + 1) * self.size]
 
     def _writes(self, into: Tensor) -> bool:
         """Return whether the gradients of inputs can be written where they are collected."""
@@ -353,31 +379,7 @@ class HeldLayers(Core):
         alike = into.is_contiguous() and into.dtype == self.real
         return alike and not (self.net.both or drops)
 
-    def _given(
-        self, tape: _LayerTape | None, inputs: Inputs, number: int, k: int, span: Span
-    ) -> Tensor:
-        """Return a layer's inputs for a span (L, n, I), in the order of a track."""
-        if k == 0:
-            (x,) = cast(InMemory, inputs).tensors
-            x = self._dropped(self._rows(x.detach(), span), 0, span)
-            return (x.flip(0) if number else x).contiguous()
-        assert tape is not None
-        return self._dropped(self._below(tape, k - 1, span), k, span)
-
-    def _below(self, tape: _LayerTape, k: int, span: Span) -> Tensor:
-        """Return the outputs of a layer that is not the top one (L, n, H)."""
-        at = [self._offset(t) - self._offset(tape.start) for t in (span.start, span.stop)]
-        return tape.below[k][at[0] : at[1]].view(len(span), span.samples, -1)
-
-    def _offset(self, step: int) -> int:
-        """Return the row at which a step begins."""
-        return step * self.batch if self.sizes is None else self.rows.offsets[step]
-
-    def _output(self, inputs: Inputs, number: int, span: Span) -> Tensor:
-        """Return a view of the outputs of a span (L, n, H), in the order of the steps."""
-        return self._columns(cast(InMemory, inputs).outputs[0], number, span)
-
-    def _dropped(self, x: Tensor, k: int, span: Span) -> Tensor:
+    def dropped(self, x: Tensor, k: int, span: Span) -> Tensor:
         """Apply dropout to a layer's input, or to that input's gradient."""
         if self.masks is None or not (k or self.masks.first):
             return x
@@ -399,11 +401,3 @@ class HeldLayers(Core):
                 totals[name] = torch.zeros_like(w, dtype=self.real) if total is None else total
             found.append(totals)
         return found
-
-
-def _copied(state: Tensor) -> Tensor:
-    return state.detach().clone(memory_format=torch.contiguous_format)
-
-
-def _room(like: Tensor, width: int | None = None) -> Tensor:
-    return like.new_empty(*like.shape[:-1], like.shape[-1] if width is None else width)

@@ -1,5 +1,6 @@
 """The forward pass of one layer in one direction; it records at most an LSTM's gates."""
 
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from math import inf
@@ -51,7 +52,9 @@ class LayerForward:
     """The forward pass of a layer, in spans of at most ``block`` rows; by torch's own kernel if
     ``make`` is None."""
 
-    def __init__(self, make: "type[Forward] | None", weights: Weights, block: int) -> None:
+    def __init__(
+        self, make: "Callable[[Weights, int], Forward] | None", weights: Weights, block: int
+    ) -> None:
         self.weights, wide = weights, weights.inputs.shape[0] * weights.inputs.itemsize
         self.rows = max(1, min(FORWARD_BYTES // wide, block) if make else block)
         self.make = make

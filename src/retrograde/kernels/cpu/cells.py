@@ -5,9 +5,8 @@ Each formula stands here once; the loops of ``forward_loops``, ``slope_loops`` a
 :mod:`retrograde.kernels.cells`.
 """
 
-from typing import Any
-
 from retrograde.kernels.cpu.llvm.lanes import (
+    Vector,
     inlined,
     like,
     one_above,
@@ -17,44 +16,47 @@ from retrograde.kernels.cpu.llvm.lanes import (
     tanh,
 )
 
-Four = tuple[Any, Any, Any, Any]
+Three = tuple[Vector, Vector, Vector]
+Four = tuple[Vector, Vector, Vector, Vector]
 
 
-@inlined  # type: ignore[untyped-decorator]
-def rnn_state(total: Any, relu: bool) -> Any:
+@inlined
+def rnn_state(total: Vector, relu: bool) -> Vector:
     """Return the state from the sum that enters it."""
     return positive(total) if relu else tanh(total)
 
 
-@inlined  # type: ignore[untyped-decorator]
-def rnn_slope(state: Any, relu: bool) -> Any:
+@inlined
+def rnn_slope(state: Vector, relu: bool) -> Vector:
     """Return s from the state after the step."""
     return one_above(state) if relu else like(state, 1) - state * state
 
 
-@inlined  # type: ignore[untyped-decorator]
-def gru_gates(r: Any, z: Any, driven: Any, m: Any) -> tuple[Any, Any, Any]:
+@inlined
+def gru_gates(r: Vector, z: Vector, driven: Vector, m: Vector) -> Three:
     """Return r, z and n from the sums of r and of z, and the two parts of n's sum."""
     reset = sigmoid(r)
     return reset, sigmoid(z), tanh(driven + reset * m)
 
 
-@inlined  # type: ignore[untyped-decorator]
-def gru_slopes(r: Any, z: Any, n: Any, m: Any, h: Any) -> Four:
+@inlined
+def gru_slopes(r: Vector, z: Vector, n: Vector, m: Vector, h: Vector) -> Four:
     """Return s_r, s_z, s_m and s_n; ``h`` is that before the step."""
     one = like(r, 1)
     inner = (one - z) * (one - n * n)
     return inner * m * r * (one - r), (h - n) * z * (one - z), inner * r, inner
 
 
-@inlined  # type: ignore[untyped-decorator]
-def lstm_gates(i: Any, f: Any, g: Any, o: Any) -> Four:
+@inlined
+def lstm_gates(i: Vector, f: Vector, g: Vector, o: Vector) -> Four:
     """Return the gates from the sums that enter them."""
     return sigmoid(i), sigmoid(f), tanh(g), sigmoid(o)
 
 
-@inlined  # type: ignore[untyped-decorator]
-def lstm_slopes(i: Any, f: Any, g: Any, o: Any, c: Any, h: Any) -> tuple[Any, ...]:
+@inlined
+def lstm_slopes(
+    i: Vector, f: Vector, g: Vector, o: Vector, c: Vector, h: Vector
+) -> tuple[Vector, ...]:
     """Return s_i, s_f, s_g, s_o and e; ``c`` is before the step, and ``h`` after it."""
     one = like(i, 1)
     tanh_c = quotient(h, o)  # h = o tanh c; each use is times o, which may be 0

@@ -5,7 +5,7 @@ formula's key.
 """
 
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from numba import njit, types
@@ -13,8 +13,10 @@ from numba.extending import overload
 
 from retrograde.kernels.cpu.llvm import lanes
 from retrograde.kernels.cpu.llvm.duals import Dual, pulled, seeded
+from retrograde.kernels.cpu.llvm.kinds import Args, Builder, Kind, Signature, Target, Value, Written
 from retrograde.kernels.cpu.llvm.lanes import (
     LANES,
+    Compiled,
     Lanes,
     Reals,
     compiled,
@@ -26,11 +28,11 @@ from retrograde.kernels.cpu.llvm.lanes import (
 from retrograde.kernels.cpu.llvm.tiles import product
 
 if TYPE_CHECKING:
-    from retrograde.kernels.cpu.formulas import Formula
+    from retrograde.kernels.cpu.formulas import Formula, Loops
 
 # Of each copy: the numbers of its formula, and how many gates are whole.
 GATES = STATES = SPLIT = UNITS = WHOLE = ALL = 0
-_step: Any = None
+_step: Compiled = None
 
 
 def _forward(
@@ -108,7 +110,7 @@ def _sweep(
             g[0, first + b] = u[b * width : b * width + size]
 
 
-def compile_formula(key: str, formula: "Formula", dtype: torch.dtype) -> tuple[Any, Any]:
+def compile_formula(key: str, formula: "Formula", dtype: torch.dtype) -> "Loops":
     """Return the loops of a formula. Raises numba's error if its step cannot be compiled."""
     whole, element = (
         formula.gates - formula.split,
@@ -122,7 +124,7 @@ def compile_formula(key: str, formula: "Formula", dtype: torch.dtype) -> tuple[A
     step = njit(fastmath=lanes.MATH, error_model="numpy")(copy)
     step.compile((Lanes(element),) * every)
     step.compile(tuple(Dual(element, (k,)) for k in range(every)))
-    names: dict[str, Any] = {
+    names: dict[str, object] = {
         "GATES": formula.gates,
         "STATES": formula.states,
         "SPLIT": formula.split,
@@ -132,18 +134,18 @@ def compile_formula(key: str, formula: "Formula", dtype: torch.dtype) -> tuple[A
     return _copy(_forward, key, names), _copy(_sweep, key, names)
 
 
-def _copy(loop: Any, key: str, names: dict[str, Any]) -> Any:
+def _copy(loop: Compiled, key: str, names: dict[str, object]) -> Compiled:
     name = f"{loop.__name__}_{key}"
     copy = FunctionType(loop.__code__, {**globals(), **names}, name)
     copy.__qualname__ = name
     return compiled(copy)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _added(_: Any, a: Any, b: Any) -> Any:
+@intrinsic
+def _added(_: object, a: Kind, b: Kind) -> Written:
     """Return the sums of two tuples of vectors, one by one."""
 
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def code(context: Target, builder: Builder, signature: Signature, args: Args) -> Value:
         pairs = [[builder.extract_value(t, k) for t in args] for k in range(len(a))]
         found = [builder.fadd(*pair) for pair in pairs]
         return context.make_tuple(builder, signature.return_type, found)
@@ -151,7 +153,7 @@ def _added(_: Any, a: Any, b: Any) -> Any:
     return (types.UniTuple(a.dtype, len(a)) if len(a) else types.Tuple(()))(a, b), code
 
 
-def _as_states(found: Any) -> Any:
+def _as_states(found: Kind) -> Kind:
     """Return what a step returned as a tuple."""
 
 

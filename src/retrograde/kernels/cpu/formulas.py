@@ -27,10 +27,14 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from retrograde.kernels.cpu.llvm.lanes import Compiled
 from retrograde.kernels.cpu.llvm.threads import numbered, parts_for, share
 from retrograde.kernels.cpu.llvm.tiles import panels, whole_vectors
 from retrograde.kernels.cpu.products import linear
 from retrograde.kernels.cpu.sweep import ELEMENT_WORK
+
+#: A formula's loops: forward, and the sweep backward.
+Loops = tuple[Compiled, Compiled]
 
 #: What a ``step`` may consist of, besides ``+ − * /``, numbers and ``detach``.
 FUNCTIONS = torch.sigmoid, torch.tanh, torch.relu, torch.heaviside
@@ -63,7 +67,7 @@ class FormulaLoops:
     """
 
     def __init__(
-        self, formula: Formula, loops: Any, hidden: Tensor, bias: Tensor | None, units: Tensor
+        self, formula: Formula, loops: Loops, hidden: Tensor, bias: Tensor | None, units: Tensor
     ) -> None:
         self.formula, self.loops, self.hidden = formula, loops, hidden.detach().contiguous()
         self.units, self.whole = units.detach(), (formula.gates - formula.split) * hidden.shape[1]

@@ -1,20 +1,6 @@
-"""The loops of :mod:`retrograde.kernels.cpu.layer` that run a layer forward.
+"""The loops of :mod:`retrograde.kernels.cpu.layer` that run a layer forward."""
 
-They run the samples first … last − 1. Their arrays are:
-
-- ``driven`` (L, B, K·H): the inputs' part of the gates, with the biases; an LSTM's are overwritten
-  by i, f, g, o;
-- ``hidden``: the transposed hidden weights (H, K·H) in panels, or the weights (K·H, 1, H) as they
-  lie;
-- ``bias`` (3 H): a GRU's bias_hh, which is not a part of ``driven`` but of the states' part;
-  empty for others;
-- ``before`` (L, B, H): receives an LSTM's c before each step, unless it is empty;
-- ``h`` and ``c`` (B, H): the state before the first step, overwritten by that after the last;
-- ``outputs`` (L, B, H): receives h after each step;
-- ``starts`` (L, B): true before a step at which a sample begins anew, from its state ``entry``
-  (B, n); no steps if none does;
-- ``sums``: scratch memory, a row of whole vectors for each sample.
-"""
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,7 +20,24 @@ from retrograde.kernels.cpu.llvm.lanes import (
 from retrograde.kernels.cpu.llvm.tiles import dots, product
 
 
-@compiled  # type: ignore[untyped-decorator]
+class ForwardArrays(NamedTuple):
+    """What a layer's forward pass reads and writes. What a cell does not need is empty."""
+
+    driven: Reals  # (L, B, K·H), x W and biases; an LSTM's are overwritten by i, f, g, o
+    outputs: Reals  # (L, B, H), receives h after each step
+    before: Reals  # (L, B, H), receives an LSTM's c before each step, if it is to be kept
+    bias: Reals  # (3 H), a GRU's bias_hh, which ``driven`` does not include
+    # The transposed hidden weights (H, K·H) in panels for each part of the units, or (1, K·H, 1, H)
+    # as they lie.
+    hidden: Reals
+    h: Reals  # (B, H), the state before the first step, overwritten by that after the last
+    c: Reals  # (B, H), likewise for an LSTM
+    starts: NDArray[np.bool_]  # (L, B), true before a step at which a sample begins anew
+    entry: Reals  # (B, n), the states with which they do
+    sums: Reals  # scratch memory, a row of whole vectors for each part and sample
+
+
+@compiled
 def extent(
     by_units: bool, units: Counts, samples: int, first: int, last: int
 ) -> tuple[int, int, int, int]:
@@ -42,7 +45,7 @@ def extent(
     return (first, last, 0, samples) if by_units else (0, len(units) - 1, first, last)
 
 
-@compiled  # type: ignore[untyped-decorator]
+@compiled
 def _multiply(
     gates: int, h: Reals, at: int, size: int, rows: int, weights: Reals, left: int, right: int,
     own: Reals, width: int,
@@ -60,13 +63,16 @@ def _multiply(
         product(h, at, size, 1, rows, weights, gates * (right - left), own, width)
 
 
-@compiled  # type: ignore[untyped-decorator]
+@compiled
 def run(
-    gates: int, relu: bool, driven: Reals, outputs: Reals, before: Reals, bias: Reals,
-    hidden: Reals, h: Reals, c: Reals, starts: NDArray[np.bool_], entry: Reals, sums: Reals,
-    units: Counts, by_units: bool, meeting: Counts, first: int, last: int,
+    gates: int, relu: bool, of: ForwardArrays, units: Counts, by_units: bool, meeting: Counts,
+    first: int, last: int,
 ) -> None:  # fmt: skip
-    """Run an RNN (one gate, with tanh or ReLU), a GRU (three gates) or an LSTM (four)."""
+    """Run samples, or parts of the units, first … last − 1.
+
+    ``gates`` is one for an RNN (with tanh or ReLU), three for a GRU and four for an LSTM.
+    """
+    driven, outputs, before, bias, hidden, h, c, starts, entry, sums = of
     samples, size = h.shape
     x, y, states, numbers = driven.reshape(-1), outputs.reshape(-1), h.reshape(-1), samples * size
     cells, cells_before, width = c.reshape(-1), before.reshape(-1), sums.shape[2]
@@ -129,7 +135,7 @@ def run(
         h[:, left:right] = outputs[outputs.shape[0] - 1, :, left:right]
 
 
-@compiled  # type: ignore[untyped-decorator]
+@compiled
 def run_cells(
     gates: Reals, before: Reals, c: Reals, starts: NDArray[np.bool_], entry: Reals, first: int,
     last: int,
@@ -152,7 +158,7 @@ def run_cells(
                 store(cells, row, f * cell + i * g, left)
 
 
-@compiled  # type: ignore[untyped-decorator]
+@compiled
 def enter(
     starts: NDArray[np.bool_], entry: Reals, state: Reals, column: int, first: int, last: int
 ) -> None:

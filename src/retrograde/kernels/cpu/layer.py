@@ -13,6 +13,7 @@ of :mod:`retrograde.kernels.sweep` and :mod:`retrograde.kernels.cells`. The loop
 
 import functools
 from itertools import pairwise
+from math import ceil, prod
 from typing import Any
 
 import torch
@@ -20,15 +21,16 @@ from torch import Tensor
 
 from retrograde.kernels.cells import GATES, Block, Kept, Kind, Resets, Weights
 from retrograde.kernels.cpu import backward_loops, forward_loops
+from retrograde.kernels.cpu.backward_loops import ROW, BackwardArrays, room_for
+from retrograde.kernels.cpu.forward_loops import ForwardArrays
 from retrograde.kernels.cpu.llvm.barrier import (
-    Counts,
     bounds_of_units,
     parts_of_units,
     share_or_meet,
 )
-from retrograde.kernels.cpu.llvm.lanes import LANES
+from retrograde.kernels.cpu.llvm.lanes import LANES, Reals
 from retrograde.kernels.cpu.llvm.threads import numbered, parts_for, share
-from retrograde.kernels.cpu.llvm.tiles import panels, whole_vectors
+from retrograde.kernels.cpu.llvm.tiles import panels, panels_of, whole_vectors
 from retrograde.kernels.cpu.products import linear
 from retrograde.kernels.cpu.sweep import ELEMENT_WORK, starts_of
 
@@ -36,20 +38,34 @@ State = tuple[Tensor, ...]
 
 
 class Forward:
-    """A layer's forward pass for B samples, one range of steps at each call."""
+    """A layer's forward pass for B samples, one range of steps at each call.
 
-    in_panels = True
+    Without ``in_panels`` there is no copy of the weights, which is slower for small layers.
+    """
 
-    def __init__(self, weights: Weights, samples: int) -> None:
+    def __init__(self, weights: Weights, samples: int, *, in_panels: bool = True) -> None:
         self.weights, gates = weights, GATES[weights.kind]
         self.bias, own = _biases(weights)
         u = weights.hidden.detach()
         parts = parts_of_units(samples, weights.size, gates)
         self.units, each = bounds_of_units(weights.size, parts)
-        hidden = panels_of_units(u, self.units) if self.in_panels else u.contiguous()[None, :, None]
+        if in_panels:  # the columns of a part are all gates of its units, the first gate first
+            by_gate = u.unflatten(0, (-1, u.shape[1]))
+            ends = pairwise(self.units.tolist())
+            hidden = panels(*(by_gate[:, a:b].permute(2, 0, 1) for a, b in ends))
+        else:
+            hidden = u.contiguous()[None, :, None]
         self.fixed = u.new_empty(0) if own is None else own.detach().contiguous(), hidden
         self.sums = u.new_empty(parts, samples, int(whole_vectors(gates * each)))
         self.work = samples * len(u) * (weights.size + ELEMENT_WORK // 4)
+
+    @staticmethod
+    def numbers(kind: Kind, samples: int, size: int, parts: int, *, in_panels: bool) -> int:
+        """Return how many numbers an instance allocates; a part of several is copied twice."""
+        whole, own = GATES[kind] * size, GATES[kind] * bounds_of_units(size, parts)[1]
+        found = parts * samples * int(whole_vectors(own)) + whole
+        copies = parts * panels_of(own) + (own if parts > 1 else 0)
+        return found + (copies * size if in_panels else 0)
 
     def room(self, steps: int) -> Tensor:
         """Return an uninitialized tensor for the gates of ``steps`` steps (L, B, K·H)."""
@@ -70,30 +86,16 @@ class Forward:
             cells: receives an LSTM's c before each step (L, B, H), if given.
             resets: where samples begin anew.
         """
-        _drive(self.weights.inputs, self.bias, x, gates)
+        linear(x.flatten(0, 1), self.weights.inputs, self.bias, gates.flatten(0, 1))
         kind, none = self.weights.kind, outputs[:0]
         before = none if cells is None else cells
         c = state[1] if kind == "LSTM" else none.flatten(0, 1)
-        given = [t.numpy() for t in (gates, outputs, before, *self.fixed, state[0], c)]
-        given += [*starts_of(resets, self.sums)[:2], self.sums.numpy(), self.units]
+        arrays = [t.numpy() for t in (gates, outputs, before, *self.fixed, state[0], c)]
+        arrays += [*starts_of(resets, self.sums)[:2], self.sums.numpy()]
+        given = GATES[kind], kind == "RNN_RELU", ForwardArrays(*arrays), self.units
         parts = parts_for(len(state[0]), len(x) * self.work)
         many = 0 if resets is not None else len(self.units) - 1
-        share_or_meet(forward_loops.run, parts, many, GATES[kind], kind == "RNN_RELU", *given)
-
-
-class ForwardInPlace(Forward):
-    """The same without a copy of the weights, which is slower for small layers."""
-
-    in_panels = False
-
-
-def panels_of_units(u: Tensor, units: Counts) -> Tensor:
-    """Return the transposed hidden weights (K·H, H) in panels (P, …), for each part of the units.
-
-    The columns of a part are all gates of its units, the first gate first.
-    """
-    by_gate = u.unflatten(0, (-1, u.shape[1]))
-    return panels(*(by_gate[:, a:b].permute(2, 0, 1) for a, b in pairwise(units.tolist())))
+        share_or_meet(forward_loops.run, parts, many, *given)
 
 
 def _biases(weights: Weights) -> tuple[Tensor | None, Tensor | None]:
@@ -103,11 +105,6 @@ def _biases(weights: Weights) -> tuple[Tensor | None, Tensor | None]:
         rows = weights.hidden.shape[0]
         return inputs, weights.hidden.new_zeros(rows) if hidden is None else hidden
     return inputs if hidden is None or inputs is None else inputs + hidden, None
-
-
-def _drive(inputs: Tensor, bias: Tensor | None, x: Tensor, out: Tensor) -> None:
-    """Write x Wᵀ + bias to ``out``."""
-    linear(x.flatten(0, 1), inputs, bias, out.flatten(0, 1))
 
 
 class Backward:
@@ -131,9 +128,8 @@ class Backward:
     ) -> None:  # fmt: skip
         size, width = weights.size, weights.inputs.shape[1]
         self.weights, self.totals = weights, totals
-        self.kernel, self.constants, hidden = _loop(weights)
-        rows, numbers = hidden.shape[0], _ROW[weights.kind] * size
-        work = steps * samples * rows * (2 * size + width)
+        self.constants, hidden = _constants(weights)
+        work = steps * samples * hidden.shape[0] * (2 * size + width)
         self.parts = parts_for(samples, work)
         self.numbered = numbered(self.parts)
         each = max(last - first for first, last in self.parts)
@@ -142,26 +138,42 @@ class Backward:
             name: at_once and _has_whole_vectors(totals[name])
             for name in (("inputs",) if weights.kind == "GRU" else ("inputs", "hidden"))
         }
-        shapes = {
-            "inputs": (rows if weights.kind != "GRU" else 3 * size, int(whole_vectors(width))),
-            "hidden": (rows, int(whole_vectors(size))),
-            "biases": (numbers,),
-        }
         self.sums = {
             name: hidden.new_zeros(len(self.parts) - self.direct.get(name, False), *shape)
-            for name, shape in shapes.items()
+            for name, shape in _shapes_of_sums(weights.kind, width, size).items()
         }
-        numbers_between = max(  # a thread with fewer samples may have more rows
-            backward_loops.room_for(weights.kind, steps, last - first, width, size)
-            for first, last in self.parts
-        )
-        room = hidden.new_empty(len(self.parts), numbers_between)
+        # A thread with fewer samples may have more rows.
+        rooms = (room_for(weights.kind, steps, b - a, width, size) for a, b in self.parts)
+        room = hidden.new_empty(len(self.parts), max(rooms))
         own = {name: sums.numpy() for name, sums in self.sums.items()}
         twice = [
             (totals[name][None].numpy() if self.direct.get(name) else own[name][:0], own[name])
             for name in ("inputs", "hidden")
         ]
         self.own = *twice, own["biases"], room.numpy()
+
+    @staticmethod
+    def pays(samples: int, size: int, gates: int, threads: int = 0) -> bool:
+        """Return whether this is the fastest: if weights are few and threads share the samples."""
+        few = gates * size**2 <= _LARGE
+        return few and samples > 1 and parts_of_units(samples, size, gates, threads) == 1
+
+    @staticmethod
+    def numbers(
+        kind: Kind, samples: int, width: int, size: int, steps: int, threads: int, at_once: bool
+    ) -> int:
+        """Return how many numbers an instance holds at most, on so many threads."""
+        rows, parts = GATES[kind] * size, min(threads, max(1, samples // 2))
+        each = ceil(samples / parts) + (parts > 1)
+        found = sum(rows * panels_of(n) for n in (width, size) if not _is_plain(each, rows, n))
+        if kind == "GRU":
+            found += (width + size) * panels_of(rows) + 2 * rows + rows * size
+        found += parts * sum(map(prod, _shapes_of_sums(kind, width, size).values()))
+        if at_once:  # one thread sums directly into the gradients
+            found -= rows * width * (width % LANES == 0)
+            found -= rows * size * (size % LANES == 0 and kind != "GRU")
+        rooms = (room_for(kind, steps, max(1, each - fewer), width, size) for fewer in range(3))
+        return found + parts * max(rooms)
 
     def add(self, block: Block, dy: Tensor | None, g: Tensor, dx: Tensor | None) -> Tensor:
         """Backpropagate a block.
@@ -175,16 +187,20 @@ class Backward:
         Returns:
             The gradient of the state before the block.
         """
-        absent = block.after[:0]
+        kind, absent, kept = self.weights.kind, block.after[:0], block.kept
+        assert kept is not None or kind != "LSTM"
         g = g.clone(memory_format=torch.contiguous_format)
-        kept = _kept(self.weights.kind, block)
-        given = [*self.constants, *(t.contiguous().numpy() for t in kept)]
-        shared = [block.x.contiguous().numpy(), block.before.contiguous().numpy()]
-        losses = (absent if dy is None else dy).contiguous().numpy()
+
+        def array(t: Tensor | None) -> Reals:
+            return (absent if t is None else t).contiguous().numpy()
+
+        gates, cells = (None, None) if kept is None else (kept.gates, kept.cells)
+        states = [gates, None if kind == "GRU" else block.after, cells, block.x, block.before]
         starts, _, to_entry = starts_of(block.resets, g)
-        to_x = (absent if dx is None else dx).contiguous().numpy()
-        arrays = *shared, *self.read, losses, g.numpy(), starts, to_entry, to_x, *self.own
-        share(self.kernel, self.numbered, *given, backward_loops.BackwardArrays(*arrays))
+        arrays: list[Any] = [*self.constants, *map(array, states), *self.read, array(dy)]
+        arrays += [g.numpy(), starts, to_entry, array(dx), *self.own]
+        given = GATES[kind], kind == "RNN_RELU", BackwardArrays(*arrays)
+        share(backward_loops.backward, self.numbered, *given)
         return g
 
     def finish(self) -> None:
@@ -215,38 +231,31 @@ class Backward:
         return total
 
 
-# Gate gradients in a row, in multiples of H. A GRU has four: those of m = U_n h + b, r, z and n.
-_ROW = {"RNN_TANH": 1, "RNN_RELU": 1, "GRU": 4, "LSTM": 4}
+def _shapes_of_sums(kind: Kind, width: int, size: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a thread's sums of the weights' gradients, by name."""
+    rows, wide = GATES[kind] * size, [int(whole_vectors(n)) for n in (width, size)]
+    return {"inputs": (rows, wide[0]), "hidden": (rows, wide[1]), "biases": (ROW[kind] * size,)}
 
 
-def _loop(weights: Weights) -> tuple[Any, list[Any], Tensor]:
-    """Return the loop of a cell, its first arguments, and the hidden weights in its order."""
-    match weights.kind:
-        case "GRU":
-            zero = weights.hidden.new_zeros(weights.hidden.shape[0])
-            given = [weights.bias_inputs, weights.bias_hidden]
-            biases = torch.stack([zero if bias is None else bias for bias in given])
-            forward = panels(weights.inputs.t())[0], panels(weights.hidden.t())[0], biases
-            r_z, n = weights.hidden.split([2 * weights.size, weights.size])
-            return backward_loops.backward_gru, [t.numpy() for t in forward], torch.cat([n, r_z])
-        case "LSTM":
-            return backward_loops.backward_lstm, [], weights.hidden
-        case _:
-            return backward_loops.backward_rnn, [weights.kind == "RNN_RELU"], weights.hidden
-
-
-def _kept(kind: Kind, block: Block) -> list[Tensor]:
-    """Return what a cell's loop reads of a block, besides inputs and states."""
-    if kind == "LSTM":
-        assert block.kept is not None
-        return [block.kept.gates, block.after, block.kept.cells]
-    return [] if kind == "GRU" else [block.after]
+def _constants(weights: Weights) -> tuple[list[Reals], Tensor]:
+    """Return what recomputes a GRU's gates, and the hidden weights in the order of the loop."""
+    hidden, absent = weights.hidden, weights.hidden.detach()[:0]
+    if weights.kind != "GRU":
+        return [absent[None].numpy(), absent[None].numpy(), absent.numpy()], hidden
+    zero = hidden.new_zeros(hidden.shape[0])
+    given = [weights.bias_inputs, weights.bias_hidden]
+    biases = torch.stack([zero if bias is None else bias for bias in given])
+    forward = panels(weights.inputs.t())[0], panels(hidden.t())[0], biases
+    r_z, n = hidden.split([2 * weights.size, weights.size])
+    return [t.numpy() for t in forward], torch.cat([n, r_z])
 
 
 # The rows of a tile of a product, and the most numbers of a matrix that is read without panels.
 # Such a matrix stays in the caches although its rows are not in panels.
 _TILE_ROWS = 4
 _COMPACT = 2**15
+# The most numbers in hidden weights for which one loop is faster than BLAS.
+_LARGE = 2**18
 
 
 def _readable(w: Tensor, rows: int) -> Tensor:
@@ -255,8 +264,12 @@ def _readable(w: Tensor, rows: int) -> Tensor:
     It is in panels, unless copying does not pay: it is then returned as (1, R, N). That is so if it
     is small, its rows are whole vectors, and each of its numbers is read only once.
     """
-    read_once = rows <= _TILE_ROWS and w.numel() <= _COMPACT
-    return w.detach().unsqueeze(0) if read_once and _has_whole_vectors(w) else panels(w)[0]
+    is_plain = _is_plain(rows, *w.shape) and w.is_contiguous()
+    return w.detach().unsqueeze(0) if is_plain else panels(w)[0]
+
+
+def _is_plain(rows: int, count: int, width: int) -> bool:
+    return rows <= _TILE_ROWS and count * width <= _COMPACT and width % LANES == 0
 
 
 def _has_whole_vectors(matrix: Tensor) -> bool:
@@ -274,8 +287,9 @@ def recall(
     """
     gates = before.new_empty(*before.shape[:2], 4 * weights.size)
     cells, (bias, _) = before.new_empty(before.shape), _biases(weights)
-    _drive(weights.inputs, bias, x, gates)
-    linear(before.flatten(0, 1), weights.hidden, None, gates.flatten(0, 1), add=True)
+    flat = gates.flatten(0, 1)
+    linear(x.flatten(0, 1), weights.inputs, bias, flat)
+    linear(before.flatten(0, 1), weights.hidden, None, flat, add=True)
     arrays = gates.numpy(), cells.numpy(), c.numpy(), *starts_of(resets, c)[:2]
     parts = parts_for(before.shape[1], before.numel() * ELEMENT_WORK)
     share(forward_loops.run_cells, parts, *arrays)

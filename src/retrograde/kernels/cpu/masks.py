@@ -8,6 +8,7 @@ from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
+from retrograde.kernels.cpu.llvm.lanes import Reals
 from retrograde.kernels.cpu.llvm.threads import ranges, share
 
 _GAMMA, _MIX_1, _MIX_2 = (
@@ -36,7 +37,7 @@ def drop(x: Tensor, seed: int, p: float, start: int, sample: int = 0) -> Tensor:
 
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
-def _mixed(z: Any) -> Any:
+def _mixed(z: np.uint64) -> np.uint64:
     """Return 64 bits, each of which depends on all bits of z (splitmix64)."""
     z = (z ^ (z >> np.uint64(30))) * _MIX_1
     z = (z ^ (z >> np.uint64(27))) * _MIX_2
@@ -45,8 +46,8 @@ def _mixed(z: Any) -> Any:
 
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def _drop(
-    x: NDArray[Any], out: NDArray[Any], seed: Any, keep: Any, limit: Any, start: Any, samples:
-    Any, begin: Any, first: int, last: int,
+    x: Reals, out: Reals, seed: np.uint64, keep: np.floating[Any], limit: np.uint32,
+    start: np.uint64, samples: np.uint64, begin: np.uint64, first: int, last: int,
 ) -> None:  # fmt: skip
     zero = x.dtype.type(0)
     for row in range(first, last):
@@ -86,7 +87,7 @@ def unpack_into(bits: Tensor, target: Tensor) -> Tensor:
     return target
 
 
-def _whole_numbers(t: Tensor) -> Any:
+def _whole_numbers(t: Tensor) -> NDArray[Any]:
     """Return a contiguous tensor's numbers as whole numbers of NumPy's that have their bits."""
     kind = (torch.uint8, torch.int16, torch.int32, torch.int64)[t.itemsize.bit_length() - 1]
     return t.view(-1).view(kind).numpy()

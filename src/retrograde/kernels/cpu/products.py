@@ -5,8 +5,6 @@ whoever made it, and write to memory that exists. The terms of a sum are added i
 any number of threads. Small ones, and those on other devices and in other dtypes, are torch's own.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -91,7 +89,7 @@ def _is_ours(work: int, x: Tensor, *others: Tensor) -> bool:
     return work > _SMALL and known and all(t.dtype == x.dtype and t.is_contiguous() for t in others)
 
 
-def _array(t: Tensor) -> Any:
+def _array(t: Tensor) -> Reals:
     return t.detach().contiguous().numpy()
 
 
@@ -109,7 +107,7 @@ def _multiply(
     share(_product, numbered(parts), wide, *arrays)
 
 
-@compiled  # type: ignore[untyped-decorator]
+@compiled
 def _product(
     wide: bool, a: Reals, u: Reals, turned: bool, bias: Reals, add: bool, out: Reals, rooms: Reals,
     number: int, first: int, last: int,
@@ -139,14 +137,14 @@ def _product(
                     product(rows, row * terms + k, terms, 1, many, panel, count, sums, width)
 
 
-@compiled  # type: ignore[untyped-decorator]
+@compiled
 def _few_rows(x: Reals, w: Reals, out: Reals, first: int, last: int) -> None:
     """Add columns first … last − 1 of x Wᵀ."""
     sums = out.reshape(-1)[first:]
     dots(x.reshape(-1), 0, len(x), w[first:last], out.shape[1], sums)
 
 
-@compiled  # type: ignore[untyped-decorator]
+@compiled
 def _begin(
     bias: Reals, column: int, count: int, out: Reals, width: int, rows: int
 ) -> None:  # fmt: skip
@@ -157,7 +155,7 @@ def _begin(
             store(out, i * width + j, value, count - j)
 
 
-@compiled  # type: ignore[untyped-decorator]
+@compiled
 def _add_outer(
     g: Reals, x: Reals, total: Reals, rooms: Reals, number: int, first: int, last: int
 ) -> None:

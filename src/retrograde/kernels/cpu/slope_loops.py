@@ -19,7 +19,7 @@ from retrograde.kernels.cpu.llvm.lanes import (
 )
 
 
-@compiled  # type: ignore[untyped-decorator]
+@compiled
 def gru_slopes(
     inputs: Reals, hidden: Reals, before: Reals, keep: Reals, inner: Reals, first: int, last: int
 ) -> None:
@@ -46,7 +46,7 @@ def gru_slopes(
             store(kept, at, z, left)
 
 
-@compiled  # type: ignore[untyped-decorator]
+@compiled
 def lstm_slopes(
     known: bool, gates: Reals, after: Reals, c: Reals, keep: Reals, inner: Reals,
     starts: NDArray[np.bool_], entry: Reals, first: int, last: int,

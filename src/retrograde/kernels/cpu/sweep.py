@@ -7,10 +7,10 @@ whole passes are in ``layer``.
 
 import functools
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from retrograde.kernels import sweep as reference
@@ -22,22 +22,25 @@ from retrograde.kernels.cpu.llvm.barrier import (
     parts_of_units,
     share_or_meet,
 )
+from retrograde.kernels.cpu.llvm.lanes import Reals
 from retrograde.kernels.cpu.llvm.threads import numbered, parts_for, share
-from retrograde.kernels.cpu.llvm.tiles import panels, whole_vectors
+from retrograde.kernels.cpu.llvm.tiles import panels, panels_of, whole_vectors
+
+#: The arrays ``starts``, ``entry`` and ``to_entry`` of resets.
+ResetArrays = tuple[NDArray[np.bool_], Reals, Reals]
 
 #: The work of one element of the slopes, in multiplications.
 ELEMENT_WORK = 40
 
 
-def starts_of(resets: Resets | None, like: Tensor) -> tuple[Any, Any, Any]:
-    """Return the arrays of resets: ``starts``, ``entry`` and ``to_entry``."""
+def starts_of(resets: Resets | None, like: Tensor) -> ResetArrays:
     if resets is None:
         return _no_starts(like.dtype)
     return resets.starts.contiguous().numpy(), resets.entry.numpy(), resets.gradient.numpy()
 
 
 @functools.cache
-def _no_starts(dtype: torch.dtype) -> tuple[Any, Any, Any]:
+def _no_starts(dtype: torch.dtype) -> ResetArrays:
     none = torch.empty(0, 0, dtype=dtype, device="cpu").numpy()
     return np.empty((0, 0), np.bool_), none, none
 
@@ -73,6 +76,13 @@ def sweep(
     return g
 
 
+def numbers_of_sweep(gates: int, samples: int, size: int, threads: int) -> int:
+    """Return how many numbers weights :func:`in_parts`, and a sweep with them, allocate at most."""
+    parts = parts_of_units(samples, size, gates, threads)
+    copied = parts * gates * panels_of(bounds_of_units(size, parts)[1])
+    return copied * size + threads * samples * int(whole_vectors(size))
+
+
 def scan(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, chunk: int) -> Tensor:
     """Do the same as :func:`retrograde.kernels.sweep.scan`, for either dtype on a CPU."""
     length, samples, _, size = slopes.gates.shape
@@ -95,15 +105,13 @@ def scan(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, chunk: in
 def products(chunks: Slopes, hidden: Tensor, losses: Tensor | None) -> Tensor:
     """Do the same as :func:`retrograde.kernels.sweep.products`, for either dtype on a CPU."""
     count, _, samples, _, size = chunks.gates.shape
-    lstm = chunks.gates.shape[-2] == 4
-    n = size * (2 if lstm else 1)
+    n = size * (2 if chunks.gates.shape[-2] == 4 else 1)
     rows = hidden.new_empty(count, samples, n + 1, n)
-    kernel = sweep_loops.products_lstm if lstm else sweep_loops.products_state
     parts = parts_for(count, chunks.gates.numel() * size * n)
     numbers = sweep_loops.room_for_products(size, n // size)
     arrays = _arrays(chunks, panels(hidden)[0], losses), rows.numpy()
     room = hidden.new_empty(len(parts), numbers)
-    share(kernel, numbered(parts), *arrays, room.numpy())
+    share(sweep_loops.products, numbered(parts), *arrays, room.numpy())
     return rows
 
 

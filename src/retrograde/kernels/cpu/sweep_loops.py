@@ -46,7 +46,7 @@ def room_for_products(size: int, parts: int) -> int:
     return matrices + rows * (int(whole_vectors(size)) + (2 * size if parts == 2 else 0))
 
 
-@compiled  # type: ignore[untyped-decorator]
+@compiled
 def sweep(
     of: SweepArrays, g: Reals, room: Reals, units: Counts, by_units: bool, meeting: Counts,
     first: int, last: int,
@@ -97,7 +97,7 @@ def sweep(
             leave(of.starts[t], g, of.to_entry, first, last)
 
 
-@compiled  # type: ignore[untyped-decorator]
+@compiled
 def sweep_chunks(
     of: SweepArrays, after: Reals, units: Counts, meeting: Counts, rooms: Reals, number: int,
     first: int, last: int,
@@ -113,83 +113,59 @@ def sweep_chunks(
         sweep(own, after[c], rooms[number], units, False, meeting, 0, after.shape[1])
 
 
-@compiled  # type: ignore[untyped-decorator]
-def products_state(
+@compiled
+def products(
     of: SweepArrays, rows: Reals, rooms: Reals, number: int, first: int, last: int
 ) -> None:
-    """Write the products P, and d, of chunks first … last − 1 to ``rows`` (C, B, H + 1, H).
+    """Write the products P, and d, of chunks first … last − 1 to ``rows`` (C, B, n + 1, n).
 
-    This is for RNN and GRU.
+    An LSTM's Jacobian has two factors: d = g_c + g_h e; g_h ← d a + g_h (s_o U_o); g_c ← d f.
     """
-    size, hidden, room = rows.shape[3], of.hidden, rooms[number]
-    wide = whole_vectors(size)
-    panel, whole = hidden.shape[2], hidden.shape[0] * size * hidden.shape[2]
-    jacobian = room[:whole].reshape(hidden.shape[0], size, panel)
-    new = room[whole : whole + (size + 1) * wide]
+    (_, length, samples, width), hidden, room = of.gates.shape, of.hidden, rooms[number]
+    state, (parts, _, panel) = rows.shape[3], hidden.shape
+    is_lstm, count = width == 2 * state, state + 1
+    size = state // 2 if is_lstm else state
+    wide, whole, both = whole_vectors(size), parts * size * panel, count * is_lstm
+    a = room[:whole].reshape(parts, size, panel)
+    through = room[whole * is_lstm :][:whole].reshape(parts, size, panel)
+    rest = room[whole + whole * is_lstm :]
+    d = rest[: both * size].reshape(both, size)
+    h = rest[both * size : 2 * both * size].reshape(both, size)
+    new = rest[2 * both * size :][: count * wide]
     for c in range(first, last):
-        for b in range(of.gates.shape[2]):
+        for b in range(samples):
             row = rows[c, b]
             _identity(row)
-            for t in range(of.gates.shape[1] - 1, -1, -1):
+            for t in range(length - 1, -1, -1):
                 if of.losses.shape[1]:
                     for j in range(size):
-                        row[size, j] += of.losses[c, t, b, j]
-                _sum_scaled(of.gates[c, t, b], hidden, 0, of.gates.shape[3] // size, jacobian)
-                if of.keep.shape[1]:
-                    for j in range(size):
-                        jacobian[j // panel, j, j % panel] += of.keep[c, t, b, j]
+                        row[state, j] += of.losses[c, t, b, j]
+                _sum_scaled(of.gates[c, t, b], hidden, 0, 3 if is_lstm else width // size, a)
                 new[:] = 0
-                product(row.reshape(-1), 0, size, 1, size + 1, jacobian, wide, new, wide)
-                row[:] = new.reshape(size + 1, wide)[:, :size]
-
-
-@compiled  # type: ignore[untyped-decorator]
-def products_lstm(
-    of: SweepArrays, rows: Reals, rooms: Reals, number: int, first: int, last: int
-) -> None:
-    """Write the products P, and d, of an LSTM's chunks to ``rows`` (C, B, 2 H + 1, 2 H).
-
-    The chunks are first … last − 1. A step multiplies by the two factors of the Jacobian:
-    d = g_c + g_h e; g_h ← d a + g_h (s_o U_o); g_c ← d f.
-    """
-    size, hidden, room = rows.shape[3] // 2, of.hidden, rooms[number]
-    wide = whole_vectors(size)
-    whole, count = hidden.shape[0] * size * hidden.shape[2], 2 * size + 1
-    a = room[:whole].reshape(hidden.shape[0], size, hidden.shape[2])
-    through = room[whole : 2 * whole].reshape(hidden.shape[0], size, hidden.shape[2])
-    rest = room[2 * whole :]
-    d = rest[: count * size].reshape(count, size)
-    h = rest[count * size : 2 * count * size].reshape(count, size)
-    new = rest[2 * count * size : count * (2 * size + wide)]
-    for c in range(first, last):
-        for b in range(of.gates.shape[2]):
-            row = rows[c, b]
-            _identity(row)
-            for t in range(of.gates.shape[1] - 1, -1, -1):
-                if of.losses.shape[1]:
-                    for j in range(size):
-                        row[2 * size, j] += of.losses[c, t, b, j]
-                _sum_scaled(of.gates[c, t, b], hidden, 0, 3, a)
-                _sum_scaled(of.gates[c, t, b], hidden, 3, 4, through)
-                for i in range(count):
-                    for j in range(size):
-                        h[i, j] = row[i, j]
-                        d[i, j] = row[i, size + j] + row[i, j] * of.inner[c, t, b, j]
-                        row[i, size + j] = d[i, j] * of.keep[c, t, b, j]
-                new[:] = 0
-                product(d.reshape(-1), 0, size, 1, count, a, wide, new, wide)
-                product(h.reshape(-1), 0, size, 1, count, through, wide, new, wide)
+                if is_lstm:
+                    _sum_scaled(of.gates[c, t, b], hidden, 3, 4, through)
+                    for i in range(count):
+                        for j in range(size):
+                            h[i, j] = row[i, j]
+                            d[i, j] = row[i, size + j] + row[i, j] * of.inner[c, t, b, j]
+                            row[i, size + j] = d[i, j] * of.keep[c, t, b, j]
+                    product(d.reshape(-1), 0, size, 1, count, a, wide, new, wide)
+                    product(h.reshape(-1), 0, size, 1, count, through, wide, new, wide)
+                else:
+                    for j in range(size if of.keep.shape[1] else 0):
+                        a[j // panel, j, j % panel] += of.keep[c, t, b, j]
+                    product(row.reshape(-1), 0, size, 1, count, a, wide, new, wide)
                 row[:, :size] = new.reshape(count, wide)[:, :size]
 
 
-@compiled  # type: ignore[untyped-decorator]
+@compiled
 def _identity(row: Reals) -> None:
     row[:] = 0
     for j in range(row.shape[1]):
         row[j, j] = 1
 
 
-@compiled  # type: ignore[untyped-decorator]
+@compiled
 def _sum_scaled(gates: Reals, hidden: Reals, first: int, last: int, out: Reals) -> None:
     """Write Σ_k diag(gates_k) U_k to ``out``, for gates first … last − 1 of ``gates`` (K·H,).
 

@@ -91,7 +91,7 @@ class WideSweep:
             )  # fmt: skip
         return states[0].clone()  # a view would hold all states
 
-    def _run(self, length: int, samples: int, form: dict[str, Any]) -> None:
+    def _run(self, length: int, samples: int, form: dict[str, int]) -> None:
         options = step_launch(samples, form["K"], form["H"], _limit(self.hidden), _tf32())
         tile = options["TILE"]
         grid = -(-samples // tile), -(-form["H"] // tile)
@@ -104,7 +104,7 @@ class WideSweep:
                 launch(back)
             self.table[5:].sub_(self.recorded)
 
-        if self.alike != (alike := (samples, form["LOSSES"])):
+        if self.alike != (alike := (samples, bool(form["LOSSES"]))):
             self.steps, self.alike, self.replay = 0, alike, None
         self.steps += length
         if self.replay is None and self.steps >= 2 * _RECORDED:

@@ -17,7 +17,7 @@ sm_75 cannot load ahead, so it has one stage. A kernel that does not fit with on
 launched.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 #: The largest H for which a CUDA program can hold a layer on the chip. A wider layer is swept by
 #: one launch a step, and has no compiled scan.
@@ -89,7 +89,7 @@ def launch(kernel: str, gates: int, size: int, limit: int, tf32: bool = False) -
 
 def step_launch(
     samples: int, gates: int, size: int, limit: int, tf32: bool = False
-) -> dict[str, Any]:
+) -> dict[str, int]:
     """Return the options of a wide layer's step: its tile, warps, stages, and whether it has TF32.
 
     ``gates`` is K, and ``size`` is H, any number. The dtype is float32.

@@ -15,6 +15,7 @@ from llvmlite import ir
 from numba import types
 from numpy.typing import NDArray
 
+from retrograde.kernels.cpu.llvm.kinds import Args, Builder, Kind, Signature, Target, Value, Written
 from retrograde.kernels.cpu.llvm.lanes import LANES, intrinsic
 from retrograde.kernels.cpu.llvm.threads import Range, share, team_size
 
@@ -72,15 +73,15 @@ def _address_of_yield() -> int:
         return 0
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def meet(_: Any, meeting: Any, number: Any) -> Any:
+@intrinsic
+def meet(_: object, meeting: Kind, number: Kind) -> Written:
     """Wait until all threads have come to meeting ``number``, the first of which is 1.
 
     ``meeting`` has the threads that came to any so far, and the threads that take part. Its last
     number is the address of a function that gives the processor to others.
     """
 
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def code(context: Target, builder: Builder, signature: Signature, args: Args) -> Value:
         b, word = builder, ir.IntType(64)
         data = context.make_array(signature.args[0])(context, b, args[0]).data
         places = [b.gep(data, [word(k)]) for k in range(3)]

@@ -7,6 +7,7 @@ vectors and numbers, and a few of torch's functions, are written here as LLVM co
 """
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,9 +16,14 @@ from numba import types
 from numba.extending import models, overload, overload_method, register_model
 
 from retrograde.kernels.cpu.llvm import lanes
+from retrograde.kernels.cpu.llvm.kinds import Args, Builder, Kind, Signature, Target, Value, Written
 from retrograde.kernels.cpu.llvm.lanes import Lanes, broadcast, intrinsic, vector_of
 
-Slopes = dict[int, Any]
+#: The derivatives of a value, by the number of an argument.
+Slopes = dict[int, Value]
+#: A result, and its derivatives by two operands; None for one.
+Differentiated = tuple[Value, tuple[Value | None, Value | None]]
+Rule = Callable[[Builder, Value, Value], Differentiated]
 
 _CONTRACT = ("contract",)
 
@@ -25,7 +31,7 @@ _CONTRACT = ("contract",)
 class Dual(types.Type):  # type: ignore[misc]
     """The numba type of a vector with derivatives by the arguments ``by``, in ascending order."""
 
-    def __init__(self, dtype: Any, by: tuple[int, ...]) -> None:
+    def __init__(self, dtype: Kind, by: tuple[int, ...]) -> None:
         self.dtype, self.by = dtype, by
         super().__init__(name=f"Dual({dtype}, {by})")
 
@@ -38,11 +44,13 @@ class _DualModel(models.PrimitiveModel):  # type: ignore[misc]
         super().__init__(manager, kind, parts)  # type: ignore[no-untyped-call]
 
 
-def _made(dtype: Any, by: tuple[int, ...]) -> Any:
+def _made(dtype: Kind, by: tuple[int, ...]) -> Kind:
     return Dual(dtype, by) if by else Lanes(dtype)
 
 
-def _open(context: Any, builder: Any, kind: Any, value: Any, dtype: Any) -> tuple[Any, Slopes]:
+def _open(
+    context: Target, builder: Builder, kind: Kind, value: Value, dtype: Kind
+) -> tuple[Value, Slopes]:
     """Return the vector of a dual, a vector or a number, and its derivatives."""
     if isinstance(kind, Lanes):
         return value, {}
@@ -52,7 +60,7 @@ def _open(context: Any, builder: Any, kind: Any, value: Any, dtype: Any) -> tupl
     return broadcast(builder, context.cast(builder, value, kind, dtype)), {}
 
 
-def _close(builder: Any, kind: Any, vector: Any, slopes: Slopes) -> Any:
+def _close(builder: Builder, kind: Kind, vector: Value, slopes: Slopes) -> Value:
     if isinstance(kind, Lanes):
         return vector
     found = ir.Constant(ir.LiteralStructType([vector.type] * (1 + len(slopes))), ir.Undefined)
@@ -61,19 +69,19 @@ def _close(builder: Any, kind: Any, vector: Any, slopes: Slopes) -> Any:
     return found
 
 
-def _operator(of: Any, rule: Any) -> None:
+def _operator(of: Callable[..., object], rule: Rule) -> None:
     """Let numba compile a binary operator on vectors and duals, and numbers with them.
 
     ``rule(builder, a, b)`` returns the result, and its derivatives by a and by b; None for one.
     """
 
-    @intrinsic  # type: ignore[untyped-decorator]
-    def operation(_: Any, a: Any, b: Any) -> Any:
+    @intrinsic
+    def operation(_: object, a: Kind, b: Kind) -> Written:
         dtype = next(t.dtype for t in (a, b) if isinstance(t, Lanes | Dual))
         by = tuple(sorted({*getattr(a, "by", ()), *getattr(b, "by", ())}))
         kind = _made(dtype, by)
 
-        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def code(context: Target, builder: Builder, signature: Signature, args: Args) -> Value:
             opened = [
                 _open(context, builder, t, v, dtype) for t, v in zip((a, b), args, strict=True)
             ]
@@ -90,26 +98,25 @@ def _operator(of: Any, rule: Any) -> None:
     def choose(a, b):  # type: ignore[no-untyped-def] # numba compares argument names
         known = all(isinstance(t, Lanes | Dual | types.Number) for t in (a, b))
         plain = all(isinstance(t, types.Number) for t in (a, b))
-        ours = isinstance(a, Lanes) and isinstance(b, Lanes) and of is not operator.truediv
-        return None if ours or plain or not known else lambda a, b: operation(a, b)
+        return None if plain or not known else lambda a, b: operation(a, b)
 
     overload(of)(choose)
 
 
-def _times(builder: Any, a: Any, b: Any) -> Any:
+def _times(builder: Builder, a: Value, b: Value) -> Value:
     return builder.fmul(a, b, flags=_CONTRACT)
 
 
-def _plus(builder: Any, a: Any, b: Any) -> Any:
+def _plus(builder: Builder, a: Value, b: Value) -> Value:
     return builder.fadd(a, b, flags=_CONTRACT)
 
 
-def _divided(builder: Any, a: Any, b: Any) -> Any:
+def _divided(builder: Builder, a: Value, b: Value) -> Differentiated:
     found, part = builder.fdiv(a, b), builder.fdiv(ir.Constant(b.type, [1.0] * lanes.LANES), b)
     return found, (part, builder.fneg(_times(builder, found, part)))
 
 
-def _subtracted(builder: Any, a: Any, b: Any) -> Any:
+def _subtracted(builder: Builder, a: Value, b: Value) -> Differentiated:
     less = ir.Constant(b.type, [-1.0] * lanes.LANES)
     return builder.fsub(a, b, flags=_CONTRACT), (None, less)
 
@@ -120,15 +127,17 @@ _operator(operator.mul, lambda builder, a, b: (_times(builder, a, b), (b, a)))
 _operator(operator.truediv, _divided)
 
 
-def _function(of: Any, write: Any, slope: Any) -> None:
+def _function(
+    of: Callable[..., object], write: Callable[..., Value], slope: Callable[..., Value]
+) -> None:
     """Let numba compile a function of a vector or a dual.
 
     ``slope(builder, x, y, one)`` returns the derivative of the result y.
     """
 
-    @intrinsic  # type: ignore[untyped-decorator]
-    def operation(_: Any, x: Any) -> Any:
-        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    @intrinsic
+    def operation(_: object, x: Kind) -> Written:
+        def code(context: Target, builder: Builder, signature: Signature, args: Args) -> Value:
             vector, slopes = _open(context, builder, x, args[0], x.dtype)
             zero, one = (ir.Constant(vector.type, [n] * lanes.LANES) for n in (0.0, 1.0))
             found = write(builder, vector, zero, one)
@@ -145,19 +154,19 @@ def _function(of: Any, write: Any, slope: Any) -> None:
     overload(of)(choose)
 
 
-def _of_sigmoid(builder: Any, x: Any, y: Any, one: Any) -> Any:
+def _of_sigmoid(builder: Builder, x: Value, y: Value, one: Value) -> Value:
     return _times(builder, y, builder.fsub(one, y))
 
 
-def _of_tanh(builder: Any, x: Any, y: Any, one: Any) -> Any:
+def _of_tanh(builder: Builder, x: Value, y: Value, one: Value) -> Value:
     return builder.fsub(one, _times(builder, y, y), flags=_CONTRACT)
 
 
-def _of_relu(builder: Any, x: Any, y: Any, one: Any) -> Any:
+def _of_relu(builder: Builder, x: Value, y: Value, one: Value) -> Value:
     return lanes.one_above.write(builder, x, ir.Constant(x.type, [0.0] * lanes.LANES), one)
 
 
-def _of_negative(builder: Any, x: Any, y: Any, one: Any) -> Any:
+def _of_negative(builder: Builder, x: Value, y: Value, one: Value) -> Value:
     return builder.fneg(one)
 
 
@@ -167,9 +176,9 @@ _function(torch.relu, lanes.positive.write, _of_relu)
 _function(operator.neg, lambda builder, x, zero, one: builder.fneg(x), _of_negative)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _heaviside(_: Any, x: Any, at_zero: Any) -> Any:
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+@intrinsic
+def _heaviside(_: object, x: Kind, at_zero: Kind) -> Written:
+    def code(context: Target, builder: Builder, signature: Signature, args: Args) -> Value:
         zero, one = (ir.Constant(args[0].type, [n] * lanes.LANES) for n in (0.0, 1.0))
         found = builder.select(builder.fcmp_ordered(">", args[0], zero), one, zero)
         return builder.select(builder.fcmp_ordered("==", args[0], zero), args[1], found)
@@ -183,9 +192,9 @@ def _of_torch(x, at_zero):  # type: ignore[no-untyped-def] # of no duals: torch 
     return (lambda x, at_zero: _heaviside(x, at_zero)) if both else None
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _vector(_: Any, x: Any) -> Any:
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+@intrinsic
+def _vector(_: object, x: Kind) -> Written:
+    def code(context: Target, builder: Builder, signature: Signature, args: Args) -> Value:
         return _open(context, builder, x, args[0], x.dtype)[0]
 
     return Lanes(x.dtype)(x), code
@@ -199,12 +208,12 @@ for _kind in (Lanes, Dual):
     overload_method(_kind, "detach")(_detach)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def seeded(_: Any, vectors: Any) -> Any:
+@intrinsic
+def seeded(_: object, vectors: Kind) -> Written:
     """Return a tuple of vectors as duals: the derivative of the k-th by itself is one."""
     kinds = [Dual(kind.dtype, (k,)) for k, kind in enumerate(vectors)]
 
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def code(context: Target, builder: Builder, signature: Signature, args: Args) -> Value:
         found = []
         for k, kind in enumerate(kinds):
             vector = builder.extract_value(args[0], k)
@@ -216,12 +225,12 @@ def seeded(_: Any, vectors: Any) -> Any:
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def pulled(_: Any, results: Any, by: Any, count: Any) -> Any:
+def pulled(_: object, results: Kind, by: Kind, count: Kind) -> Written:
     """Return Σ of the products of a tuple of vectors with the derivatives of as many results, by
     each of a literal number of arguments."""
     many, dtype = count.literal_value, by.dtype.dtype
 
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def code(context: Target, builder: Builder, signature: Signature, args: Args) -> Value:
         vector = vector_of(context.get_value_type(dtype))
         totals = [ir.Constant(vector, [0.0] * lanes.LANES)] * many
         seen: set[int] = set()

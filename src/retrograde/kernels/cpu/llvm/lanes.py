@@ -15,17 +15,17 @@ units in the last place.
 """
 
 import math
-import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 from llvmlite import ir
 from numba import extending, njit, types
 from numba.core import codegen, config, event
-from numba.extending import models, overload, register_model
+from numba.extending import models, register_model
 from numpy.typing import NDArray
 
+from retrograde.kernels.cpu.llvm.kinds import Args, Builder, Kind, Signature, Target, Value, Written
 from retrograde.machine import tell
 
 # As numba itself decides for which machine it compiles.
@@ -39,8 +39,14 @@ LANES = 16 if "+avx512f" in _FEATURES.split(",") else 8
 #: Terms may be added in any order, as in every BLAS. Infinities and NaNs keep their meaning.
 MATH = {"contract", "reassoc", "nsz", "arcp"}
 
+#: A function that numba compiled.
+Compiled: TypeAlias = Any
+_F = TypeVar("_F", bound=Callable[..., object])
+
 #: The decorator of all loops. They are compiled once, cached on disk, and hold no Python lock.
-compiled: Any = njit(cache=True, nogil=True, fastmath=MATH, error_model="numpy")
+compiled = cast(
+    Callable[[_F], _F], njit(cache=True, nogil=True, fastmath=MATH, error_model="numpy")
+)
 
 
 class _Compiled(event.Listener):  # type: ignore[misc]
@@ -48,25 +54,28 @@ class _Compiled(event.Listener):  # type: ignore[misc]
 
     count = 0
 
-    def on_start(self, event: Any) -> None:
+    def on_start(self, event: event.Event) -> None:
         if event.data["dispatcher"].py_func.__module__.startswith("retrograde"):
             tell(f"compiling kernels, once for this machine: {self.count} are done")
             self.count += 1
 
-    def on_end(self, _: Any) -> None:
+    def on_end(self, _: event.Event) -> None:
         pass
 
 
 event.register("numba:compile", _Compiled())
 
 #: The decorator of functions of vectors, which become a part of the loops that call them.
-inlined: Any = njit(inline="always", fastmath=MATH, error_model="numpy")
+inlined = cast(Callable[[_F], _F], njit(inline="always", fastmath=MATH, error_model="numpy"))
 
 #: The type of an array of real numbers.
 Reals = NDArray[np.floating[Any]]
 
+#: A vector of lanes, in code that numba compiles.
+Vector: TypeAlias = Any
+
 #: numba's decorator of functions that generate LLVM code.
-intrinsic: Any = extending.intrinsic
+intrinsic: Callable[..., Any] = extending.intrinsic
 
 _CONTRACT = ("contract",)
 
@@ -74,7 +83,7 @@ _CONTRACT = ("contract",)
 class Lanes(types.Type):  # type: ignore[misc]
     """The numba type of a vector of :data:`LANES` numbers."""
 
-    def __init__(self, dtype: Any) -> None:
+    def __init__(self, dtype: Kind) -> None:
         self.dtype = dtype
         super().__init__(name=f"Lanes({dtype})")
 
@@ -86,16 +95,16 @@ class _LanesModel(models.PrimitiveModel):  # type: ignore[misc]
         super().__init__(manager, kind, vector_of(element))  # type: ignore[no-untyped-call]
 
 
-def vector_of(element: Any) -> Any:
+def vector_of(element: ir.Type) -> ir.VectorType:
     """Return the LLVM type of a vector whose numbers have the type ``element``."""
     return ir.VectorType(element, LANES)
 
 
-def _constant(kind: Any, value: float) -> Any:
+def _constant(kind: ir.VectorType, value: float) -> Value:
     return ir.Constant(kind, [value] * LANES)
 
 
-def broadcast(builder: Any, number: Any) -> Any:
+def broadcast(builder: Builder, number: Value) -> Value:
     """Write the code of a vector that has ``number`` in every lane."""
     place = ir.IntType(32)
     undefined = ir.Constant(vector_of(number.type), ir.Undefined)
@@ -103,20 +112,24 @@ def broadcast(builder: Any, number: Any) -> Any:
     return builder.shuffle_vector(first, first, _constant(vector_of(place), 0))
 
 
-def _at(context: Any, builder: Any, array_type: Any, array: Any, index: Any) -> tuple[Any, int]:
+def _at(
+    context: Target, builder: Builder, array_type: Kind, array: Value, index: Value
+) -> tuple[Value, int]:
     """Return a pointer to the vector at an index of a flat array, and its alignment."""
     data = context.make_array(array_type)(context, builder, array).data
     pointer = vector_of(data.type.pointee).as_pointer()
     return builder.bitcast(builder.gep(data, [index]), pointer), array_type.dtype.bitwidth // 8
 
 
-def mask(builder: Any, left: Any) -> Any:
+def mask(builder: Builder, left: Value) -> Value:
     """Write the code of a mask that is true in the first ``left`` lanes."""
     numbers = ir.Constant(vector_of(left.type), list(range(LANES)))
     return builder.icmp_signed("<", numbers, broadcast(builder, left))
 
 
-def masked(builder: Any, name: str, kind: Any, result: Any, arguments: list[Any]) -> Any:
+def masked(
+    builder: Builder, name: str, kind: ir.VectorType, result: ir.Type, arguments: list[Value]
+) -> Value:
     """Write a call of LLVM's masked load or store."""
     element = "f64" if isinstance(kind.element, ir.DoubleType) else "f32"
     full = f"llvm.masked.{name}.v{LANES}{element}.p0"
@@ -125,7 +138,7 @@ def masked(builder: Any, name: str, kind: Any, result: Any, arguments: list[Any]
     return builder.call(function, arguments)
 
 
-def total_of(builder: Any, vector: Any) -> Any:
+def total_of(builder: Builder, vector: Value) -> Value:
     """Write the code of the sum of a vector's numbers."""
     element = vector.type.element
     name = f"llvm.vector.reduce.fadd.v{LANES}f{64 if isinstance(element, ir.DoubleType) else 32}"
@@ -134,7 +147,9 @@ def total_of(builder: Any, vector: Any) -> Any:
     return builder.call(function, [ir.Constant(element, -0.0), vector], fastmath=("reassoc",))
 
 
-def _read(context: Any, builder: Any, array_type: Any, array: Any, index: Any, left: Any) -> Any:
+def _read(
+    context: Target, builder: Builder, array_type: Kind, array: Value, index: Value, left: Value
+) -> Value:
     """Write the code of a vector's load."""
     pointer, align = _at(context, builder, array_type, array, index)
     vector = pointer.type.pointee
@@ -154,8 +169,9 @@ def _read(context: Any, builder: Any, array_type: Any, array: Any, index: Any, l
 
 
 def _write(
-    context: Any, builder: Any, array_type: Any, array: Any, index: Any, value: Any, left: Any
-) -> None:
+    context: Target, builder: Builder, array_type: Kind, array: Value, index: Value, value: Value,
+    left: Value,
+) -> None:  # fmt: skip
     """Write the code of a vector's store."""
     pointer, align = _at(context, builder, array_type, array, index)
     whole = builder.icmp_signed(">=", left, left.type(LANES))
@@ -167,38 +183,38 @@ def _write(
             masked(builder, "store", value.type, ir.VoidType(), rest)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def load(_: Any, array: Any, index: Any, left: Any) -> Any:
+@intrinsic
+def load(_: object, array: Kind, index: Kind, left: Kind) -> Written:
     """Return the vector at an index of a flat array; lanes from ``left`` on are zero."""
 
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def code(context: Target, builder: Builder, signature: Signature, args: Args) -> Value:
         return _read(context, builder, signature.args[0], *args)
 
     return Lanes(array.dtype)(array, types.intp, types.intp), code
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def store(_: Any, array: Any, index: Any, value: Any, left: Any) -> Any:
+@intrinsic
+def store(_: object, array: Kind, index: Kind, value: Kind, left: Kind) -> Written:
     """Write the first ``left`` numbers of a vector to an index of a flat array."""
 
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def code(context: Target, builder: Builder, signature: Signature, args: Args) -> Value:
         _write(context, builder, signature.args[0], *args)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, value, types.intp), code
 
 
-def _places(builder: Any, index: Any, apart: Any, count: int) -> list[Any]:
+def _places(builder: Builder, index: Value, apart: Value, count: int) -> list[Value]:
     return [builder.add(index, builder.mul(apart, apart.type(k))) for k in range(count)]
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def load_each(_: Any, array: Any, index: Any, apart: Any, left: Any, count: Any) -> Any:
+def load_each(_: object, array: Kind, index: Kind, apart: Kind, left: Kind, count: Kind) -> Written:
     """Return a tuple of vectors, ``apart`` from one another; their number is a literal."""
     many, place = count.literal_value, types.intp
     kind = types.UniTuple(Lanes(array.dtype), many) if many else types.Tuple(())
 
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def code(context: Target, builder: Builder, signature: Signature, args: Args) -> Value:
         found = [
             _read(context, builder, signature.args[0], args[0], at, args[3])
             for at in _places(builder, args[1], args[2], many)
@@ -208,11 +224,13 @@ def load_each(_: Any, array: Any, index: Any, apart: Any, left: Any, count: Any)
     return kind(array, place, place, place, count), code
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def store_each(_: Any, array: Any, index: Any, apart: Any, left: Any, vectors: Any) -> Any:
+@intrinsic
+def store_each(
+    _: object, array: Kind, index: Kind, apart: Kind, left: Kind, vectors: Kind
+) -> Written:
     """Write the first ``left`` numbers of a tuple's vectors, ``apart`` from one another."""
 
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def code(context: Target, builder: Builder, signature: Signature, args: Args) -> Value:
         for k, at in enumerate(_places(builder, args[1], args[2], len(vectors))):
             value = builder.extract_value(args[4], k)
             _write(context, builder, signature.args[0], args[0], at, value, args[3])
@@ -221,12 +239,12 @@ def store_each(_: Any, array: Any, index: Any, apart: Any, left: Any, vectors: A
     return types.void(array, types.intp, types.intp, types.intp, vectors), code
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def spread(_: Any, array: Any, index: Any) -> Any:
+@intrinsic
+def spread(_: object, array: Kind, index: Kind) -> Written:
     """Return a vector with the number at an index of a flat array in every lane."""
     kind = Lanes(array.dtype)
 
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def code(context: Target, builder: Builder, signature: Signature, args: Args) -> Value:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
         return broadcast(builder, builder.load(builder.gep(data, [args[1]])))
 
@@ -234,42 +252,21 @@ def spread(_: Any, array: Any, index: Any) -> Any:
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
-def like(_: Any, x: Any, value: Any) -> Any:
+def like(_: object, x: Kind, value: Kind) -> Written:
     """Return a vector of the type of ``x`` with a literal integer in every lane."""
     number = float(value.literal_value)
 
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def code(context: Target, builder: Builder, signature: Signature, args: Args) -> Value:
         return _constant(args[0].type, number)
 
     return x(x, value), code
 
 
-def _arithmetic(name: str) -> Any:
-    """Return numba's overload of an operator for two vectors, by an LLVM instruction."""
-
-    @intrinsic  # type: ignore[untyped-decorator]
-    def operation(_: Any, a: Any, b: Any) -> Any:
-        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return getattr(builder, name)(*args, flags=_CONTRACT)
-
-        return a(a, b), code
-
-    def choose(a, b):  # type: ignore[no-untyped-def] # numba compares argument names
-        vectors = isinstance(a, Lanes) and isinstance(b, Lanes)
-        return (lambda a, b: operation(a, b)) if vectors else None
-
-    return choose
-
-
-for _operator, _name in ((operator.add, "fadd"), (operator.sub, "fsub"), (operator.mul, "fmul")):
-    overload(_operator)(_arithmetic(_name))
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def quotient(_: Any, a: Any, b: Any) -> Any:
+@intrinsic
+def quotient(_: object, a: Kind, b: Kind) -> Written:
     """Return a / b, and 0 where b is 0."""
 
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def code(context: Target, builder: Builder, signature: Signature, args: Args) -> Value:
         zero = _constant(args[0].type, 0.0)
         found = builder.fdiv(*args)
         return builder.select(builder.fcmp_ordered("==", args[1], zero), zero, found)
@@ -277,12 +274,12 @@ def quotient(_: Any, a: Any, b: Any) -> Any:
     return a(a, b), code
 
 
-def _of_a_vector(write: Callable[[Any, Any, Any, Any], Any]) -> Any:
+def _of_a_vector(write: Callable[[Builder, Value, Value, Value], Value]) -> Any:
     """Return a function of a vector x, whose code ``write(builder, x, zero, one)`` writes."""
 
-    @intrinsic  # type: ignore[untyped-decorator]
-    def operation(_: Any, x: Any) -> Any:
-        def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    @intrinsic
+    def operation(_: object, x: Kind) -> Written:
+        def code(context: Target, builder: Builder, signature: Signature, args: Args) -> Value:
             kind = args[0].type
             return write(builder, args[0], _constant(kind, 0.0), _constant(kind, 1.0))
 
@@ -293,19 +290,19 @@ def _of_a_vector(write: Callable[[Any, Any, Any, Any], Any]) -> Any:
 
 
 @_of_a_vector
-def positive(builder: Any, x: Any, zero: Any, one: Any) -> Any:
+def positive(builder: Builder, x: Value, zero: Value, one: Value) -> Value:
     """Write the code of max(x, 0); a NaN stays a NaN."""
     return builder.select(builder.fcmp_ordered("<=", x, zero), zero, x)
 
 
 @_of_a_vector
-def one_above(builder: Any, x: Any, zero: Any, one: Any) -> Any:
+def one_above(builder: Builder, x: Value, zero: Value, one: Value) -> Value:
     """Write the code of the slope of :func:`positive`: 1 where x > 0 or x is NaN, else 0."""
     return builder.select(builder.fcmp_ordered("<=", x, zero), zero, one)
 
 
 @_of_a_vector
-def sigmoid(builder: Any, x: Any, zero: Any, one: Any) -> Any:
+def sigmoid(builder: Builder, x: Value, zero: Value, one: Value) -> Value:
     """Write the code of 1 / (1 + e^{−x}), as 1 or e^{−|x|} over 1 + e^{−|x|}."""
     less = builder.fcmp_ordered("<", x, zero)
     _, e = _exponential(builder, builder.select(less, x, builder.fneg(x)))
@@ -313,7 +310,7 @@ def sigmoid(builder: Any, x: Any, zero: Any, one: Any) -> Any:
 
 
 @_of_a_vector
-def tanh(builder: Any, x: Any, zero: Any, one: Any) -> Any:
+def tanh(builder: Builder, x: Value, zero: Value, one: Value) -> Value:
     """Write the code of (1 − e^{−2|x|}) / (1 + e^{−2|x|}), with the sign of x."""
     less = builder.fcmp_ordered("<", x, zero)
     twice = builder.fadd(x, x)
@@ -322,7 +319,7 @@ def tanh(builder: Any, x: Any, zero: Any, one: Any) -> Any:
     return builder.select(less, found, builder.fneg(found))
 
 
-def _exponential(builder: Any, x: Any) -> tuple[Any, Any]:
+def _exponential(builder: Builder, x: Value) -> tuple[Value, Value]:
     """Write the code of e^x − 1 and e^x for a vector x ≤ 0.
 
     x = k ln 2 + r with |r| ≤ ln 2 / 2, so e^x = 2^k e^r, and e^r − 1 is a series. The
@@ -334,10 +331,10 @@ def _exponential(builder: Any, x: Any) -> tuple[Any, Any]:
     low = -2.12194440054690583e-4 if single else 1.90821492927058770e-10
     size, mantissa, bias = (32, 23, 127) if single else (64, 52, 1023)
 
-    def number(value: float) -> Any:
+    def number(value: float) -> Value:
         return _constant(x.type, value)
 
-    def add_product(a: Any, b: Any, c: Any) -> Any:
+    def add_product(a: Value, b: Value, c: Value) -> Value:
         return builder.fadd(builder.fmul(a, b, flags=_CONTRACT), c, flags=_CONTRACT)
 
     small = builder.fcmp_ordered("<", x, number(least))  # a NaN stays a NaN

@@ -23,7 +23,8 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from retrograde.kernels.cpu.llvm.lanes import compiled, intrinsic
+from retrograde.kernels.cpu.llvm.kinds import Args, Builder, Kind, Signature, Target, Value, Written
+from retrograde.kernels.cpu.llvm.lanes import Compiled, compiled, intrinsic
 
 try:
     from resource import RUSAGE_THREAD, getrusage
@@ -124,7 +125,7 @@ def team_size() -> int:
     return _crew.size or torch.get_num_threads()
 
 
-def share(loop: Any, parts: Sequence[Part], *args: Any, alone: Part | None = None) -> None:
+def share(loop: Compiled, parts: Sequence[Part], *args: Any, alone: Part | None = None) -> None:
     """Call a compiled ``loop(*args, *part)`` for every part, on the threads of the team.
 
     Args:
@@ -141,15 +142,15 @@ def share(loop: Any, parts: Sequence[Part], *args: Any, alone: Part | None = Non
         raise RuntimeError(f"{loop.__name__} failed on a thread")
 
 
-_loop: Any = None  # each copy of the function below has one
+_loop: Compiled = None  # each copy of the function below has one
 
 
-def _call(start: int, members: int, parts: Any, args: Any) -> Any:
+def _call(start: int, members: int, parts: Kind, args: Kind) -> Kind:
     return _in_team(start, members, parts, _loop, args)
 
 
 @functools.cache
-def _shared(loop: Any) -> Any:
+def _shared(loop: Compiled) -> Compiled:
     """Return a compiled copy of :func:`_call`, which numba caches beside the loop."""
     of, name = loop.py_func.__code__, f"shared_{loop.__name__}"
     code = _call.__code__.replace(co_filename=of.co_filename, co_firstlineno=of.co_firstlineno)
@@ -159,7 +160,7 @@ def _shared(loop: Any) -> Any:
     return compiled(copy)
 
 
-def _lent(builder: Any, kind: Any, value: Any) -> Any:
+def _lent(builder: Builder, kind: Kind, value: Value) -> Value:
     """Write the code of arrays without an owner: threads would wait to count who uses them."""
     if isinstance(kind, types.Array):
         return builder.insert_value(value, ir.Constant(value.type.elements[0], None), 0)
@@ -169,8 +170,10 @@ def _lent(builder: Any, kind: Any, value: Any) -> Any:
     return value
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _in_team(typing: Any, start: Any, members: Any, parts: Any, loop: Any, args: Any) -> Any:
+@intrinsic
+def _in_team(
+    typing: Target, start: Kind, members: Kind, parts: Kind, loop: Kind, args: Kind
+) -> Written:
     """Call ``loop(*args, *part)`` for each row of ``parts``, and return whether a call failed.
 
     Whoever is free takes the next row. ``start`` is the address of ``GOMP_parallel``, or 0 for one
@@ -180,7 +183,7 @@ def _in_team(typing: Any, start: Any, members: Any, parts: Any, loop: Any, args:
     numbers = loop.dispatcher.py_func.__code__.co_argcount - len(args)
     called = loop.get_call_type(typing, (*args.types, *[types.intp] * numbers), {})
 
-    def code(context: Any, builder: Any, signature: Any, passed: Any) -> Any:
+    def code(context: Target, builder: Builder, signature: Signature, passed: Args) -> Value:
         word, flag, data, none = _INDEX, ir.IntType(32), ir.IntType(8).as_pointer(), ir.VoidType()
         rows = context.make_array(parts)(context, builder, passed[2])
         count = builder.extract_value(rows.shape, 0)

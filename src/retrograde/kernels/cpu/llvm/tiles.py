@@ -6,13 +6,14 @@ where the call of a BLAS function takes longer than its arithmetic. Every tile a
 sum in the same order, so a row's result does not depend on the rows beside it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from torch import Tensor
 
+from retrograde.kernels.cpu.llvm.kinds import Args, Builder, Kind, Signature, Target, Value, Written
 from retrograde.kernels.cpu.llvm.lanes import (
     LANES,
     Reals,
@@ -41,8 +42,15 @@ _LAST, _LESS = _MOST - 1, _MOST - 2
 
 _INDEX = ir.IntType(64)
 
+#: Of each row and column of a tile, a sum or its place.
+Sums = dict[tuple[int, int], Value]
+#: Its numbers of rows and columns.
+Shape = tuple[int, int]
+#: Writes the loads of a term's factors, of the columns and of the rows.
+Read = Callable[[Value], tuple[list[Value], list[Value]]]
 
-@compiled  # type: ignore[untyped-decorator]
+
+@compiled
 def product(
     a: Reals, start: int, to_row: int, to_term: int, rows: int, u: Reals, columns: int, out: Reals,
     width: int,
@@ -96,7 +104,7 @@ def product(
             p += 1
 
 
-@compiled  # type: ignore[untyped-decorator]
+@compiled
 def dots(a: Reals, start: int, rows: int, w: Reals, width: int, out: Reals) -> None:
     """Add a @ wᵀ to out, where the terms of a sum are neighbours in both.
 
@@ -124,7 +132,7 @@ def dots(a: Reals, start: int, rows: int, w: Reals, width: int, out: Reals) -> N
             _dots(a, start + row * terms, w, j, out, row * width + j, width, 1, 1)
 
 
-@inlined  # type: ignore[untyped-decorator]
+@inlined
 def _in_panel(
     a: Reals, at: int, to_row: int, to_term: int, u: Reals, p: int, out: Reals, to: int, width: int,
     left: int, rows: int,
@@ -160,7 +168,12 @@ def panels(*matrices: Tensor) -> Tensor:
     return found.view(len(matrices), count, rows, PANEL)
 
 
-@compiled  # type: ignore[untyped-decorator]
+def panels_of(columns: int) -> int:
+    """Return the columns that a matrix with so many has in panels."""
+    return -(-columns // PANEL) * PANEL
+
+
+@compiled
 def pack(
     u: Reals, at: int, stride: int, turned: bool, rows: int, columns: int, panel: Reals
 ) -> None:  # fmt: skip
@@ -183,17 +196,17 @@ def pack(
                 store(panel, i * PANEL + j, load(u, at + i * stride + j, columns - j), LANES)
 
 
-@compiled  # type: ignore[untyped-decorator]
-def whole_vectors(width: int) -> Any:
+@compiled
+def whole_vectors(width: int) -> int:
     """Return the least multiple of :data:`LANES` that is no less than ``width``."""
     return -(-width // LANES) * LANES
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def _tile(
-    _: Any, a: Any, at: Any, to_row: Any, to_term: Any, u: Any, panel: Any, out: Any, to: Any,
-    width: Any, left: Any, rows: Any, vectors: Any,
-) -> Any:  # fmt: skip
+    _: object, a: Kind, at: Kind, to_row: Kind, to_term: Kind, u: Kind, panel: Kind, out: Kind,
+    to: Kind, width: Kind, left: Kind, rows: Kind, vectors: Kind,
+) -> Written:  # fmt: skip
     """Add one tile of a @ u to ``out``.
 
     The tile has ``rows`` rows and ``vectors`` vectors, both literal numbers. Of the last vector, at
@@ -203,7 +216,7 @@ def _tile(
     begin with panel number ``panel`` of ``u``, which is (panels, terms, PANEL) or (1, terms, W).
     """
 
-    def write(tile: "_Tile", args: Any, sizes: list[Any]) -> None:
+    def write(tile: "_Tile", args: Any, sizes: list[Value]) -> None:
         tile.add(args[10:], args[1:4], args[5], args[7:10], sizes)
 
     given = a, at, to_row, to_term, u, panel, out, to, width, left, rows, vectors
@@ -212,22 +225,24 @@ def _tile(
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def _dots(
-    _: Any, a: Any, at: Any, w: Any, first: Any, out: Any, to: Any, width: Any, rows: Any,
-    columns: Any,
-) -> Any:  # fmt: skip
+    _: object, a: Kind, at: Kind, w: Kind, first: Kind, out: Kind, to: Kind, width: Kind,
+    rows: Kind, columns: Kind,
+) -> Written:  # fmt: skip
     """Add one tile of a @ wᵀ to ``out``.
 
     Its rows are ``rows`` ones of ``a``, from ``at`` on. Its columns are ``columns`` rows of ``w``
     (N, 1, terms), from number ``first`` on. Both are literal numbers.
     """
 
-    def write(tile: "_Tile", args: Any, sizes: list[Any]) -> None:
+    def write(tile: "_Tile", args: Any, sizes: list[Value]) -> None:
         tile.add_dots(args[7:], args[1], args[3], args[5:7], sizes[2])
 
     return _code_of(write, (a, at, w, first, out, to, width, rows, columns), (0, 2, 4))
 
 
-def _code_of(write: Callable[..., None], given: Any, arrays: Any) -> Any:
+def _code_of(
+    write: Callable[..., None], given: tuple[Kind, ...], arrays: tuple[int, int, int]
+) -> Written:
     """Return what numba asks of an intrinsic whose last two arguments are the tile's shape.
 
     ``arrays`` are the places of a, u and out among its arguments.
@@ -235,7 +250,7 @@ def _code_of(write: Callable[..., None], given: Any, arrays: Any) -> Any:
     kinds = [kind if k in arrays else types.intp for k, kind in enumerate(given[:-2])]
     shape = [kind.literal_value for kind in given[-2:]]
 
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def code(context: Target, builder: Builder, signature: Signature, args: Args) -> Value:
         own = [context.make_array(signature.args[i])(context, builder, args[i]) for i in arrays]
         tile = _Tile(builder, [array.data for array in own], given[0].dtype.bitwidth // 8)
         sizes = [builder.extract_value(own[1].shape, i) for i in range(3)]
@@ -245,11 +260,11 @@ def _code_of(write: Callable[..., None], given: Any, arrays: Any) -> Any:
     return types.void(*kinds, *given[-2:]), code
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _turn(_: Any, u: Any, at: Any, stride: Any, panel: Any, to: Any) -> Any:
+@intrinsic
+def _turn(_: object, u: Kind, at: Kind, stride: Kind, panel: Kind, to: Kind) -> Written:
     """Transpose LANES vectors of ``u``, ``stride`` apart, into a panel."""
 
-    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def code(context: Target, builder: Builder, signature: Signature, args: Args) -> Value:
         tile = _Tile(
             builder,
             [
@@ -267,14 +282,12 @@ def _turn(_: Any, u: Any, at: Any, stride: Any, panel: Any, to: Any) -> Any:
 class _Tile:
     """Writes LLVM's code of a tile: a loop over terms that adds to sums in registers."""
 
-    def __init__(self, builder: Any, pointers: list[Any], item_bytes: int) -> None:
+    def __init__(self, builder: Builder, pointers: list[Value], item_bytes: int) -> None:
         self.builder, self.item_bytes = builder, item_bytes
         self.a, self.u, self.out = pointers
         self.vector = vector_of(self.a.type.pointee)
 
-    def add(
-        self, shape: tuple[int, int], of_a: Any, panel: Any, of_out: Any, of_u: list[Any]
-    ) -> None:
+    def add(self, shape: Shape, of_a: Args, panel: Value, of_out: Args, of_u: Args) -> None:
         """Write the code of a tile, with :func:`_tile`'s ``shape`` and places."""
         b, (rows, vectors) = self.builder, shape
         (at, to_row, to_term), (to, width, left), (count, terms, wide) = of_a, of_out, of_u
@@ -287,7 +300,7 @@ class _Tile:
         places = self._places(to, width, rows, range(0, max(vectors, 1) * LANES, LANES))
         firsts = [self._plus(at, b.mul(to_row, _INDEX(i))) for i in range(rows)]
 
-        def read(term: Any) -> tuple[list[Any], list[Any]]:
+        def read(term: Value) -> tuple[list[Value], list[Value]]:
             row, step = b.mul(term, wide), b.mul(term, to_term)
             given = [self._plus(column, row) for column in columns]
             factors = [self._load(self.u, place, None if vectors else left) for place in given]
@@ -304,7 +317,7 @@ class _Tile:
             with otherwise:
                 self._add_to_out(ends, sums, left)
 
-    def _add_to_out(self, places: dict[Any, Any], sums: dict[Any, Any], left: Any) -> None:
+    def _add_to_out(self, places: Sums, sums: Sums, left: Value) -> None:
         """Write the code that adds sums to ``out``, of each the first ``left`` numbers if given."""
         b = self.builder
         for pair, place in places.items():
@@ -316,9 +329,7 @@ class _Tile:
                 given = [total, at, ir.IntType(32)(self.item_bytes), mask(b, left)]
                 masked(b, "store", self.vector, ir.VoidType(), given)
 
-    def add_dots(
-        self, shape: tuple[int, int], at: Any, first: Any, of_out: Any, terms: Any
-    ) -> None:
+    def add_dots(self, shape: Shape, at: Value, first: Value, of_out: Args, terms: Value) -> None:
         """Write the code of a tile, with :func:`_dots`'s ``shape`` and places."""
         b, (rows, columns), (to, width) = self.builder, shape, of_out
         places = self._places(to, width, rows, range(columns))
@@ -328,11 +339,11 @@ class _Tile:
         left = b.and_(terms, _INDEX(LANES - 1))
         whole = b.sub(terms, left)
 
-        def read(term: Any, left: Any = None) -> tuple[list[Any], list[Any]]:
+        def read(term: Value, left: Value = None) -> tuple[list[Value], list[Value]]:
             factors = [self._load(self.u, self._plus(other, term), left) for other in others]
             return factors, [self._load(self.a, self._plus(one, term), left) for one in firsts]
 
-        def read_rest(term: Any) -> tuple[list[Any], list[Any]]:
+        def read_rest(term: Value) -> tuple[list[Value], list[Value]]:
             return read(whole, left)
 
         sums = self._sums(rows, columns, whole, LANES, read)
@@ -341,7 +352,7 @@ class _Tile:
             pointer = b.gep(self.out, [place])
             b.store(b.fadd(b.load(pointer), total_of(b, sums[pair])), pointer)
 
-    def turn(self, at: Any, stride: Any, to: Any) -> None:
+    def turn(self, at: Value, stride: Value, to: Value) -> None:
         """Write the code of a transposition, by perfect shuffles of rows."""
         b, half = self.builder, LANES // 2
         places = [self._plus(at, b.mul(stride, _INDEX(i))) for i in range(LANES)]
@@ -360,8 +371,9 @@ class _Tile:
             b.store(row, self._vector_at(self.out, place), align=self.item_bytes)
 
     def _sums(
-        self, rows: int, columns: int, terms: Any, step: int, read: Any, start: Any = None
-    ) -> dict[tuple[int, int], Any]:
+        self, rows: int, columns: int, terms: Value, step: int, read: Read,
+        start: Sums | None = None,
+    ) -> Sums:  # fmt: skip
         """Write the loop over terms, ``step`` at a time. ``read`` writes the loads of factors."""
         b, zero = self.builder, ir.Constant(self.vector, [0.0] * LANES)
         pairs = [(i, j) for i in range(rows) for j in range(columns)]
@@ -389,7 +401,7 @@ class _Tile:
             value.add_incoming(after[pair], loop)
         return found
 
-    def _places(self, to: Any, width: Any, rows: int, columns: Any) -> dict[tuple[int, int], Any]:
+    def _places(self, to: Value, width: Value, rows: int, columns: Iterable[int]) -> Sums:
         """Return where in ``out`` each sum belongs."""
         b = self.builder
         return {
@@ -398,24 +410,24 @@ class _Tile:
             for j, column in enumerate(columns)
         }
 
-    def _spread(self, place: Any) -> Any:
+    def _spread(self, place: Value) -> Value:
         return broadcast(self.builder, self.builder.load(self.builder.gep(self.a, [place])))
 
-    def _column(self, panel: Any, vector: int, to_panel: Any) -> Any:
+    def _column(self, panel: Value, vector: int, to_panel: Value) -> Value:
         """Return where in ``u`` a vector begins; ``vector`` counts from the panel's first one."""
         panels, rest = divmod(vector, VECTORS)
         return self._plus(self.builder.mul(self._plus(panel, panels), to_panel), rest * LANES)
 
-    def _plus(self, *parts: Any) -> Any:
+    def _plus(self, *parts: Value | int) -> Value:
         total, *rest = (_INDEX(part) if isinstance(part, int) else part for part in parts)
         for part in rest:
             total = self.builder.add(total, part)
         return total
 
-    def _vector_at(self, pointer: Any, place: Any) -> Any:
+    def _vector_at(self, pointer: Value, place: Value) -> Value:
         return self.builder.bitcast(self.builder.gep(pointer, [place]), self.vector.as_pointer())
 
-    def _load(self, pointer: Any, place: Any, left: Any = None) -> Any:
+    def _load(self, pointer: Value, place: Value, left: Value = None) -> Value:
         """Write the load of a vector; lanes from ``left`` on are zero, if it is given."""
         b, at = self.builder, self._vector_at(pointer, place)
         if left is None:
