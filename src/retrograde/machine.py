@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -117,15 +117,14 @@ MEASURING = _Turn()
 def unpacked() -> Iterator[None]:
     """Record without the caller's saved-tensor hooks, such as those of ``torch.utils.checkpoint``.
     A trial or a measurement is not the caller's graph."""
-    import torch
+    from retrograde import torch_private as private
 
-    autograd: Any = torch._C._autograd
     hooks = []
-    while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
+    while (top := private.default_saved_hooks(True)) is not None:
         hooks.append(top)
-        autograd._pop_saved_tensors_default_hooks()
+        private.pop_saved_hooks()
     try:
         yield
     finally:
         for pack, unpack in reversed(hooks):
-            autograd._push_saved_tensors_default_hooks(pack, unpack)
+            private.push_saved_hooks(pack, unpack)

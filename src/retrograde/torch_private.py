@@ -6,12 +6,13 @@ All were tested with torch 2.10.0, 2.13.0, 2.14.1 and 2.15.0. A test fails where
 that build on torch read them.
 """
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch._C import _autograd, _functorch
+from torch import Tensor, nn
+from torch._C import _autograd, _functorch, _TorchDispatchModeKey
 from torch._C._profiler import (
     ProfilerActivity,
     ProfilerConfig,
@@ -19,16 +20,9 @@ from torch._C._profiler import (
     _EventType,
     _ExperimentalConfig,
 )
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn.modules.dropout import _DropoutNd
-
-__all__ = [
-    "Dropout", "EventType", "address_of", "after_backward", "backward_pass", "base_of",
-    "below_autograd", "default_saved_hooks", "has_function_mode", "is_profiled", "is_wrapped",
-    "keeps_cuda_history", "keeps_graph", "log_softmax", "next_node", "number_of", "outputs_of",
-    "profile_memory", "raw_saved", "saved_hooks_are_on", "schema_of", "side_stream", "softmax",
-    "stop_profiler", "without_autocast", "without_dispatch",
-    "without_functions", "without_subclasses",
-]  # fmt: skip
 
 #: The number that the next node of this thread's graph gets. Backward, nodes of larger numbers run
 #: first; so it tells what was made later, and whether a call made a node at all.
@@ -40,6 +34,8 @@ is_wrapped: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
 #: Whether hooks for saved tensors are allowed, and the pair that is on top.
 saved_hooks_are_on: Callable[[], bool] = _autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
 default_saved_hooks: Callable[[bool], Any] = _autograd._top_saved_tensors_default_hooks
+push_saved_hooks: Callable[[Any, Any], None] = _autograd._push_saved_tensors_default_hooks
+pop_saved_hooks: Callable[[], Any] = _autograd._pop_saved_tensors_default_hooks
 #: Looking at a tensor must not be seen by modes and subclasses that count what is called.
 has_function_mode: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
 without_functions: Any = torch._C.DisableTorchFunction  # type: ignore[attr-defined]
@@ -48,6 +44,18 @@ without_autocast: Any = torch._C._DisableAutocast
 without_dispatch: Any = torch._C._DisableTorchDispatch
 #: What is computed again for a node has no history of its own.
 below_autograd: Any = torch._C._AutoDispatchBelowAutograd
+#: How many modes there are that see what is called.
+function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+#: Whether a transform of ``torch.func``, or the tracer, runs.
+top_transform: Callable[[], Any] = _functorch.peek_interpreter_stack
+is_tracing: Callable[[], bool] = torch._C._is_tracing
+#: Where all of torch's switches are, ``_get_…`` beside ``_set_…``, which no list names.
+switches = torch._C
+#: Adds tensors to others in one call.
+add_each: Any = torch._foreach_add_
+#: The calls of cuDNN and oneDNN that torch's recurrent modules make.
+recurrent_calls: Any = torch._VF
 #: The base of torch's dropouts.
 Dropout = _DropoutNd
 #: The functions that a node ran, whose public forms choose a type first.
@@ -125,3 +133,65 @@ def side_stream(t: Tensor) -> int:
 def keeps_cuda_history() -> bool:
     """Return whether the user has torch note what a card allocates."""
     return bool(torch._C._cuda_isHistoryEnabled())
+
+
+_MODES = (_TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.PROXY, _TorchDispatchModeKey.FUNCTIONAL)
+
+
+def traces_unreal() -> bool:
+    """Return whether a mode runs in which no tensor has memory."""
+    return any(torch._C._get_dispatch_mode(mode) is not None for mode in _MODES)
+
+
+def has_no_memory(t: Tensor) -> bool:
+    """Return whether a tensor has no memory: it is fake, functional, or on the meta device."""
+    own = isinstance(t, FakeTensor | FunctionalTensor)
+    return t.is_meta or own or bool(torch._is_functional_tensor(t))  # type: ignore[attr-defined]
+
+
+def is_batched(t: Tensor) -> bool:
+    """Return whether a tensor stands for several, within ``vmap`` or a batched gradient."""
+    return _functorch.is_batchedtensor(t) or _functorch.is_legacy_batchedtensor(t)
+
+
+def will_run(node: Any) -> bool:
+    """Return whether the backward pass that runs goes on to a node; torch tells of no leaf that it
+    returns."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return True
+
+
+def sharded_modules() -> Any:
+    """Return what FSDP2 notes of modules; it marks only the roots."""
+    states = sys.modules.get("torch.distributed._composable_state")
+    return getattr(states, "_module_state_mapping", ())
+
+
+def flat_weights(module: nn.RNNBase, *, anew: bool = False) -> list[Any]:
+    """Return a recurrent module's weights in torch's order; ``anew``: after it has read them."""
+    if anew:
+        module._update_flat_weights()  # type: ignore[no-untyped-call]
+    return module._flat_weights
+
+
+def flat_names(module: nn.RNNBase) -> list[str]:
+    """Return the names of a recurrent module's weights in torch's order."""
+    return module._flat_weights_names
+
+
+def give_flat_weights(module: nn.RNNBase, weights: Iterable[Tensor]) -> None:
+    """Let a recurrent module run over some weights."""
+    vars(module).update(_flat_weights=[*weights], _flat_weights_names=[], _flat_weight_refs=[])
+
+
+def run_backward(outputs: Any, gradients: Any, wanted: Any) -> Any:
+    """Return gradients as ``torch.autograd.grad`` does, which switches modes off meanwhile."""
+    engine = torch.autograd.Variable._execution_engine
+    return engine.run_backward(outputs, gradients, False, False, wanted, True, False)
+
+
+def lay_out(weights: Any, *options: Any) -> None:
+    """Move weights into one buffer, as cuDNN wants them."""
+    torch._cudnn_rnn_flatten_weight(weights, *options)

@@ -36,6 +36,7 @@ from retrograde.run.transforms import besides_forward, refuse_transforms, uncomp
 from retrograde.schedule import Schedule
 from retrograde.sizes.cache import CellFits, signature
 from retrograde.sizes.footprint import grown
+from retrograde.torch_private import flat_weights
 from retrograde.units import Memory, parse_memory
 
 # A cell with its loss is measured once for its shapes and a budget: the core, and its fit.
@@ -181,8 +182,7 @@ def _module(
 ) -> _Task:  # fmt: skip
     """Prepare a recurrent module, where a range of steps is a call."""
     _check_module(module)
-    module._update_flat_weights()  # type: ignore[no-untyped-call]  # as torch's forward does
-    weights = cast(Tensors, module._flat_weights)
+    weights: Tensors = flat_weights(module, anew=True)  # as torch's forward does
     device = weights[0].device
     net = Layers(cast(Mode, module.mode), weights, module.num_layers, module.bias)
     with autocast_as_now(device):
@@ -225,7 +225,7 @@ def _check_module(module: nn.RNNBase) -> None:
 
 def _module_state(module: nn.RNNBase, stream: Stream, state: Any) -> tuple[Tensors, Structure]:
     """Return the initial state, flat, and the structure of torch's; zeros if there is none."""
-    (x, *more), weight = stream.source[0], cast(Tensor, module._flat_weights[0])
+    (x, *more), weight = stream.source[0], flat_weights(module)[0]
     if more or x.dim() != 2 or x.shape[1] != module.input_size:
         found = ", ".join(str(tuple(t.shape)) for t in (x, *more))
         raise CellError(

@@ -22,6 +22,7 @@ from retrograde.recurrent.fused import Fused
 from retrograde.replay.captured import LeafWatch
 from retrograde.replay.trees import Structure, Tensors, flatten
 from retrograde.run.sources import Stream
+from retrograde.torch_private import next_node
 
 #: How many of the first steps are searched for one that has a loss.
 PROBED = 512
@@ -95,7 +96,7 @@ class RangeLoss:
         x, numbers = inputs
         y, after = self.run(x, state)
         steps = range(int(numbers[0]), int(numbers[0]) + len(numbers))
-        mark = torch._C._autograd._get_sequence_nr()
+        mark = next_node()
         value = self.loss(steps, y)
         where = f"steps {steps.start} … {steps.stop - 1}"
         summand = as_summand(value, where, self.device)

@@ -29,6 +29,7 @@ from retrograde.ranks.piece import Gradient, State
 from retrograde.ranks.tree import joined
 from retrograde.recurrent.base import BudgetedRNN
 from retrograde.recurrent.forward import room_for, run
+from retrograde.torch_private import flat_weights
 
 _AT_ONCE = 2**19  # numbers of a step in all its chunks, beyond which more chunks do not pay
 _BLOCK_BYTES = 2**22  # bytes of a block's slopes
@@ -49,7 +50,7 @@ def rows_of(rnn: BudgetedRNN, x: Tensor, before: State, dy: Gradient) -> Tensor:
     if not len(x):
         n = sum(s.shape[0] * s.shape[-1] for s in before)
         return torch.eye(n + 1, n, dtype=x.dtype, device=x.device).repeat(x.shape[1], 1, 1)
-    weights = [w.detach().contiguous() for w in cast(list[Tensor], rnn._flat_weights)]
+    weights = [w.detach().contiguous() for w in flat_weights(rnn)]
     each = len(weights) // rnn.num_layers
     kind = cast(Kind, rnn.mode)
     layers = [Weights.of(kind, weights[k : k + each]) for k in range(0, len(weights), each)]

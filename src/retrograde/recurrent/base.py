@@ -38,6 +38,7 @@ from retrograde.run.transforms import (
 )
 from retrograde.schedule import Schedule
 from retrograde.sizes.cache import LRUCache
+from retrograde.torch_private import flat_weights
 from retrograde.units import Memory, parse_memory
 
 #: The backward pass: by a parallel scan over the steps.
@@ -127,8 +128,7 @@ class BudgetedRNN(nn.RNNBase):
         if not (torch.is_grad_enabled() or self._is_long(input)):
             return super().forward(input, hx)
         # As in torch's forward; only once, since a parametrization may count how often it is read.
-        self._update_flat_weights()  # type: ignore[no-untyped-call]
-        weights: Any = self._flat_weights
+        weights: Any = flat_weights(self, anew=True)
         data = input.data if isinstance(input, PackedSequence) else input
         hidden, found = self._state_of(hx), None
         asked = self._options() and torch.is_grad_enabled()
@@ -143,8 +143,7 @@ class BudgetedRNN(nn.RNNBase):
     @uncompiled
     def _forward_anew(self, input: Any, hx: Any, reset: Any, reset_state: Any) -> Any:
         self._check_asked()
-        self._update_flat_weights()  # type: ignore[no-untyped-call]
-        weights: Any = self._flat_weights
+        weights: Any = flat_weights(self, anew=True)
         call = self._call_of(input, hx, weights, reset, reset_state)
         assert call.resets is not None
         tensors = [call.x, *call.state, *call.resets.state, *weights]
@@ -317,7 +316,8 @@ class BudgetedRNN(nn.RNNBase):
 
     def _check_arguments(self, x: Tensor, state: State, sizes: Tensor | None) -> None:
         """Check shapes as torch does, and that all tensors have one device and one dtype."""
-        device, dtype = self._flat_weights[0].device, self._flat_weights[0].dtype  # type: ignore[union-attr]
+        first = flat_weights(self)[0]
+        device, dtype = first.device, first.dtype
         for name, t in (("the input", x), *(("the initial state", s) for s in state)):
             if t.device != device:
                 raise InputError(

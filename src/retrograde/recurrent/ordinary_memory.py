@@ -12,6 +12,7 @@ from retrograde.plan.fit import Highest
 from retrograde.recurrent.call import Call
 from retrograde.recurrent.weights import over_weights, stand_ins
 from retrograde.sizes.ordinary import even_from, expanded, measure_pass, ordinary_curve
+from retrograde.torch_private import flat_weights
 from retrograde.units import Memory
 
 
@@ -103,7 +104,7 @@ def _taker(
             ends = final if isinstance(final, tuple) else (final,)
             roots = [t for t in (outputs.data if packed else outputs, *ends) if t.requires_grad]
             seeds = [like(t) for t in roots]
-            wanted = [t for t in (leaf, *kept, *shell._flat_weights) if t.requires_grad]
+            wanted = [t for t in (leaf, *kept, *flat_weights(shell)) if t.requires_grad]
             found = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
             handed.extend((seeds, found))
             torch.clear_autocast_cache()  # of the weights' casts, which count

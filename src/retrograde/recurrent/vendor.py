@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.backends import cudnn
 
 from retrograde.replay.trees import Tensors
+from retrograde.torch_private import lay_out, recurrent_calls
 
 #: torch's names for its recurrent layers.
 Mode = Literal["RNN_TANH", "RNN_RELU", "GRU", "LSTM"]
@@ -74,7 +75,7 @@ def run_torch(
     """Run all layers over all steps; this is a :data:`Kernel`."""
     if is_too_long(x, len(x) if sizes is None else len(sizes)):
         return _chained(net, x, state, sizes)
-    call = getattr(torch._VF, net.mode.lower())
+    call = getattr(recurrent_calls, net.mode.lower())
     hx: Any = tuple(state) if net.mode == "LSTM" else state[0]
     dropout, train, batch_first = 0.0, torch.is_grad_enabled(), False
     options = (net.weights, net.bias, net.count, dropout, train, net.both)
@@ -163,7 +164,7 @@ class _Laid(torch.autograd.Function):
         hidden = rows // {"LSTM": 4, "GRU": 3}.get(net.mode, 1)
         projected = size if each % 2 else 0
         options = each, inputs, _NUMBERS[net.mode], hidden, projected, net.count, False, False
-        torch._cudnn_rnn_flatten_weight(found, *options)  # moves the weights into one buffer
+        lay_out(found, *options)
         return tuple(found)
 
     @staticmethod

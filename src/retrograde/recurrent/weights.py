@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from retrograde.torch_private import flat_names, flat_weights, give_flat_weights
+
 #: torch's classes, even if a program replaces ``torch.nn.GRU`` and the others later.
 TORCHS_OWN: tuple[type[nn.RNNBase], ...] = (nn.RNN, nn.GRU, nn.LSTM)
 
@@ -26,7 +28,7 @@ def over_weights(
     kind = kind or next(c for c in type(module).__mro__ if c in TORCHS_OWN)
     shell: Any = kind.__new__(kind)
     vars(shell).update(vars(module))
-    vars(shell).update(_flat_weights=[*weights], _flat_weights_names=[], _flat_weight_refs=[])
+    give_flat_weights(shell, weights)
     vars(shell).pop("forward", None)
     if weights and weights[0].device.type != "cpu" and not module.training:
         vars(shell).update(training=torch.is_grad_enabled(), dropout=0.0)
@@ -42,8 +44,7 @@ def last_weights(module: nn.RNNBase) -> list[Tensor]:
     """Return a module's weights as last computed, in torch's order. A weight that a parametrization
     or a hook of torch's computes requires a gradient where its origin does."""
     found: list[Tensor] = []
-    names: list[str] = module._flat_weights_names
-    for name, last in zip(names, module._flat_weights, strict=True):
+    for name, last in zip(flat_names(module), flat_weights(module), strict=True):
         own: Any = module._parameters.get(name, vars(module).get(name, last))
         origin = module._parameters.get(f"{name}_orig")  # of spectral_norm, or of pruning
         origins: list[Tensor] = [] if origin is None else [origin]

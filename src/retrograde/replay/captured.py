@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from retrograde.errors import CellError
 from retrograde.replay.referents import Referents
 from retrograde.replay.trees import Tensors
+from retrograde.torch_private import number_of, outputs_of
 
 #: A node of autograd's graph, and the index of one of its outputs.
 Edge = tuple[Any, int]
@@ -72,7 +73,7 @@ def find_outside(found: Referents, results: Tensors, mark: int, own: Tensors) ->
     nodes: list[Any] = [t.grad_fn for t in captured]
     edges = [edge for node in nodes for edge in node.next_functions if edge[0] is not None]
     # Pieces of one tensor, as chunk makes them, are several outputs of one node.
-    pieces = {(node, k) for node, _ in older for k in range(len(node._input_metadata))}
+    pieces = {(node, k) for node, _ in older for k in range(len(outputs_of(node)))}
     before, used_before = foreign_tensors(edges, 0, pieces)
     before_leaves = {id(t) for t in before}
     if used_before or before_leaves & {id(t) for t in direct}:
@@ -109,7 +110,7 @@ def foreign_tensors(
         node = edge[0]
         if node in visited and not known:
             continue
-        number = node._sequence_nr()
+        number = number_of(node)
         if number < mark or (known and edge in known):
             older.add(edge)
         elif node not in visited:

@@ -19,6 +19,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from retrograde.torch_private import (
+    after_backward,
+    backward_pass,
+    below_autograd,
+    dispatch_modes,
+    function_modes,
+    is_wrapped,
+    without_dispatch,
+    without_functions,
+)
+
 _SMALL = 256 * 1024  # bytes, at most, of a tensor whose words all have weights
 _WHOLE = 32 * 1024  # bytes, at most, of a tensor that is looked at as a whole at every turn
 _PARTS = 8
@@ -44,23 +55,19 @@ def fingerprint(t: Tensor, turn: int = 0) -> Fingerprint:
         return None
     if t.layout is not torch.strided or t._is_zerotensor():
         return None
-    if torch._C._functorch.is_functorch_wrapped_tensor(t):
+    if is_wrapped(t):
         return None
-    if type(t) is Tensor and not (_function_modes() or _dispatch_modes()):
+    if type(t) is Tensor and not (function_modes() or dispatch_modes()):
         return _fingerprint(t.detach(), turn)
     with (
-        torch._C.DisableTorchFunction(),
-        torch._C._DisableTorchDispatch(),
-        torch._C._AutoDispatchBelowAutograd(),
+        without_functions(),
+        without_dispatch(),
+        below_autograd(),
     ):
         try:
             return _fingerprint(t.detach(), turn)
         except NotImplementedError:  # a subclass without memory of its own
             return None
-
-
-_function_modes = torch._C._len_torch_function_stack
-_dispatch_modes = torch._C._len_torch_dispatch_stack
 
 
 def _part(numbers: Any, turn: int) -> Any:
@@ -144,10 +151,10 @@ def verify(then: Fingerprint, t: Tensor, error: Callable[[], Exception], turn: i
 
     Numbers on a GPU are compared when the running backward pass ends, so that nobody waits for one.
     """
-    now, task = None if then is None else fingerprint(t, turn), torch._C._current_graph_task_id()
+    now, task = None if then is None else fingerprint(t, turn), backward_pass()
     if isinstance(now, Tensor) and task >= 0:
         if task not in _waiting:
-            torch.autograd.Variable._execution_engine.queue_callback(partial(_compare, task))
+            after_backward(partial(_compare, task))
         _waiting.setdefault(task, []).append((then, now, error))
     elif now is not None and bool(now != then):
         raise error()

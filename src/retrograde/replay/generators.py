@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from retrograde.torch_private import without_functions
+
 
 @dataclass(frozen=True)
 class _Torch:
@@ -31,7 +33,7 @@ class _Torch:
         # A state has five thousand bytes, so a copy draws its next number instead.
         if self.generator.device.type == "cpu":
             ahead = self.generator.clone_state()
-            with torch._C.DisableTorchFunction():  # type: ignore[attr-defined]
+            with without_functions():
                 return int(torch.randint(2**62, (), generator=ahead, device="cpu"))
         if self.generator.device.type == "cuda":
             return self.generator.initial_seed(), self.generator.get_offset()

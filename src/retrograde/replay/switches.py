@@ -16,6 +16,8 @@ import torch
 from torch import overrides
 from torch.utils import _python_dispatch as dispatch
 
+from retrograde.torch_private import switches
+
 _NO_SWITCHES = re.compile("thread_name|warn|trac|graph|deterministic_algorithms")
 Switch = tuple[Callable[[], Any], Callable[[Any], None]]
 
@@ -28,12 +30,12 @@ def _switches() -> Sequence[Switch]:
         (torch.get_num_threads, torch.set_num_threads),
         (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     ]
-    for name in dir(torch._C):
+    for name in dir(switches):
         attention = re.fullmatch("_get_(.*)_sdp_enabled", name)
         other = f"_set_sdp_use_{attention[1]}" if attention else name.replace("_get_", "_set_", 1)
-        is_pair = name.startswith("_get_") and hasattr(torch._C, other)
+        is_pair = name.startswith("_get_") and hasattr(switches, other)
         if is_pair and not _NO_SWITCHES.search(name):
-            get, put = getattr(torch._C, name), getattr(torch._C, other)
+            get, put = getattr(switches, name), getattr(switches, other)
             try:
                 if isinstance(get(), bool | int | str | list):
                     found.append((get, put))

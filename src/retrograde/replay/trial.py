@@ -40,6 +40,7 @@ from retrograde.replay.surroundings import (
     version,
 )
 from retrograde.replay.switches import autocast_as_now
+from retrograde.torch_private import next_node
 
 T = TypeVar("T")
 
@@ -137,7 +138,7 @@ class _Trial(Generic[T]):
         self.rewind()
         try:
             with autocast_as_now(self.device), own or nullcontext():
-                found = torch._C._autograd._get_sequence_nr(), self.call()
+                found = next_node(), self.call()
         finally:
             for source, then in self.sources.items():
                 ours = own is None or own.seen or not isinstance(source.generator, torch.Generator)

@@ -26,6 +26,7 @@ from retrograde.run.layout import ROWS, Inputs, Layout, Straight, steps_of
 from retrograde.run.states import is_real, with_attributes
 from retrograde.run.transforms import no_forward_mode, refuse_batches, uncompiled
 from retrograde.schedule import Schedule
+from retrograde.torch_private import will_run
 from retrograde.units import Memory
 
 _OTHERS = 4  # the number of the node's arguments before the tensors
@@ -190,7 +191,7 @@ class _Recurrence(torch.autograd.Function):
             layout=layout,
             read=read,
             outside=autocast_as_now(device) if casts else nullcontext(),
-            asked=[_is_asked(node) for node, _ in ctx.next_functions[len(saved) :]],
+            asked=[will_run(node) for node, _ in ctx.next_functions[len(saved) :]],
         )
         with ctx.marks.as_then(), ctx.autocast, muted_hooks([*parameters, *state]):
             try:
@@ -215,14 +216,6 @@ class _Recurrence(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
         raise RetrogradeError(no_forward_mode())
-
-
-def _is_asked(node: Any) -> bool:
-    """Return whether this backward pass goes on to a node; torch tells of no leaf it returns."""
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:
-        return True
 
 
 def _check_unchanged(parameters: Tensors, versions: list[int], found: list[Tensor | None]) -> None:

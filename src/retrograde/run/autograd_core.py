@@ -32,6 +32,7 @@ from retrograde.run.prints import Prints
 from retrograde.run.settled import operations
 from retrograde.run.states import each_once, entry, is_real, renewed, renewed_apart
 from retrograde.schedule import Action, Backward, Load
+from retrograde.torch_private import add_each, next_node
 
 _NOTHING = torch.empty(0, device="cpu")
 
@@ -157,7 +158,7 @@ class AutogradCore(Core):
     def record(
         self, inputs: Inputs, start: int, stop: int, state: Tensors, emit: Emit | None
     ) -> Tape:
-        mark = torch._C._autograd._get_sequence_nr()
+        mark = next_node()
         joint, last = not self.fused and stop - start > 1, stop == len(inputs)
         with torch.enable_grad(), self.recording():
             x = [
@@ -341,7 +342,7 @@ def _accumulate(
             old.append(total)
             new.append(share)
     if old:
-        torch._foreach_add_(old, new)
+        add_each(old, new)
 
 
 def _edge(t: Tensor) -> GradientEdge | None:

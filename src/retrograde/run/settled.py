@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
+from retrograde.torch_private import next_node
 
 _UNLIKE = 1.1
 _MOST_PIECES = 16  # that a range is recorded in; its steps run again for each
 
 #: Returns the number of operations that this thread has recorded.
-operations = torch._C._autograd._get_sequence_nr
+operations = next_node
 
 
 class LargerSteps(Exception):  # noqa: N818

@@ -14,19 +14,22 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._C import _functorch, _TorchDispatchModeKey
-from torch._subclasses.fake_tensor import FakeTensor
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.autograd import forward_ad
 from torch.nn.modules import module as of_modules
 
 from retrograde.errors import RetrogradeError
+from retrograde.torch_private import (
+    has_no_memory,
+    is_batched,
+    is_tracing,
+    sharded_modules,
+    top_transform,
+    traces_unreal,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 # Under these modes of torch's, operations are traced, or run on fake tensors.
-_MODES = (_TorchDispatchModeKey.FAKE, _TorchDispatchModeKey.PROXY, _TorchDispatchModeKey.FUNCTIONAL)
-
 #: Whether ``torch.export`` is running, which must see torch's own forward pass.
 is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
 
@@ -97,17 +100,12 @@ def is_unreal(tensors: Iterable[Tensor]) -> bool:
     Such tensors have no bytes, so nothing may be measured or kept. The call should run torch's own
     operations, as where no gradient is needed. The check takes a few µs.
     """
-    if any(torch._C._get_dispatch_mode(mode) is not None for mode in _MODES):
-        return True
-    return any(
-        t.is_meta or isinstance(t, FakeTensor | FunctionalTensor) or torch._is_functional_tensor(t)  # type: ignore[attr-defined]
-        for t in tensors
-    )
+    return traces_unreal() or any(map(has_no_memory, tensors))
 
 
 def is_transformed(tensors: Iterable[Tensor]) -> bool:
     """Return whether a transform of torch.func is active, or a tensor has a tangent."""
-    if _functorch.peek_interpreter_stack() is not None:
+    if top_transform() is not None:
         return True
     in_dual_level = forward_ad._current_level >= 0
     return in_dual_level and any(forward_ad.unpack_dual(t).tangent is not None for t in tensors)
@@ -121,7 +119,7 @@ def refuse_transforms(tensors: Iterable[Tensor], options: Sequence[str] = ("memo
     """
     if is_transformed(tensors):
         raise RetrogradeError(no_forward_mode(options))
-    if torch._C._is_tracing():
+    if is_tracing():
         given = " and ".join(f"{name}=" for name in options)
         raise RetrogradeError(
             f"torch.jit.trace cannot follow a call with {given}: expected a call that is not "
@@ -137,8 +135,7 @@ def refuse_sharded(modules: Iterable[nn.Module], parameters: Iterable[Tensor]) -
             parameter is a DTensor.
     """
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-    states = sys.modules.get("torch.distributed._composable_state")  # FSDP2 marks only its roots
-    roots = [m for m in getattr(states, "_module_state_mapping", ()) if isinstance(m, kind)]
+    roots = [m for m in sharded_modules() if isinstance(m, kind)]
     sharded = {id(part) for root in roots for part in root.modules()}
     spread: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     if (sharded and any(id(m) in sharded for m in modules)) or (
@@ -157,11 +154,7 @@ def refuse_batches(gradients: Iterable[Tensor | None]) -> None:
     Raises:
         RetrogradeError: they are batched, as by ``is_grads_batched=True`` and ``torch.func.vmap``.
     """
-    if any(
-        _functorch.is_batchedtensor(g) or _functorch.is_legacy_batchedtensor(g)
-        for g in gradients
-        if g is not None
-    ):
+    if any(is_batched(g) for g in gradients if g is not None):
         raise RetrogradeError(
             "got a batch of gradients (is_grads_batched=True, jacobian(vectorize=True) or vmap) to "
             "backpropagate with memory=, schedule= or backward=: expected one; call "

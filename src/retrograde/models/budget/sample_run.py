@@ -29,6 +29,7 @@ from retrograde.run.core import hooked
 from retrograde.run.transforms import hooks_of_all
 from retrograde.sizes.allocations import measure
 from retrograde.sizes.ordinary import expanded
+from retrograde.torch_private import flat_weights, run_backward
 
 
 def called_in_turn(model: nn.Module, sample: Any) -> CallOrder:
@@ -130,9 +131,7 @@ def bytes_of_a_pass(model: nn.Module, sample: Any, fill: float | None) -> int:
         ones = tuple(map(expanded, outputs))
         if fill is None:
             return outputs, torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
-        engine = torch.autograd.Variable._execution_engine  # grad() would switch our mode off
-        back = engine.run_backward(tuple(outputs), ones, False, False, tuple(wanted), True, False)
-        return outputs, back
+        return outputs, run_backward(tuple(outputs), ones, tuple(wanted))
 
     try:
         muted, alike = muted_modules([*model.modules()]), as_accumulated(own)
@@ -156,7 +155,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     parts = found.parts()
     devices = {t.device for t in (*model.parameters(), *model.buffers())} or {torch.device("cpu")}
     chance = dict.fromkeys(s for device in devices for s in sources(device, found.generators))
-    weights = [(w := part._flat_weights, [*w]) for part in parts if isinstance(part, nn.RNNBase)]
+    weights = [(w := flat_weights(part), [*w]) for part in parts if isinstance(part, nn.RNNBase)]
     buffers = tuple({id(b): b for part in parts for b in part.buffers(recurse=False)}.values())
     grads = [(p, p.grad) for p in model.parameters()]
     tables = (one for part in parts for name, one in vars(part).items() if name.endswith("_hooks"))

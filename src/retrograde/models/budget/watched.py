@@ -34,6 +34,7 @@ from retrograde.run.transforms import refuse_transforms, uncompiled
 from retrograde.sizes.allocations import measure_phases
 from retrograde.sizes.cache import signature
 from retrograde.sizes.ordinary import FEW_BYTES, FEW_STEPS
+from retrograde.torch_private import flat_names
 
 _USEFUL = 0.9
 _MOST_CALLS = 2000  # of one plan, which takes seconds for more
@@ -171,7 +172,7 @@ class WatchedModule(Watched):
 
     def _ask(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, int]:
         """Return the least bytes for a call, and those of ordinary backpropagation."""
-        now, names = vars(self.module), self.module._flat_weights_names  # perhaps a hook's
+        now, names = vars(self.module), flat_names(self.module)  # perhaps a hook's
         vars(self.twin).update({name: now[name] for name in names if name in now})
         ordinary: int = self.twin._fit_within("100%", *args, **kwargs).ordinary_bytes
         try:

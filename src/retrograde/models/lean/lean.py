@@ -1,6 +1,5 @@
 """``rg.lean()``: a forward pass that saves less, as cheap values are computed again backward."""
 
-import sys
 import threading
 import warnings
 from contextlib import ExitStack
@@ -14,7 +13,7 @@ from retrograde.errors import NotExactError, RetrogradeError
 from retrograde.models.lean.recipes import unpack
 from retrograde.models.lean.tape import LeanTape
 from retrograde.run.core import hooked
-from retrograde.torch_private import default_saved_hooks, saved_hooks_are_on
+from retrograde.torch_private import default_saved_hooks, saved_hooks_are_on, sharded_modules
 from retrograde.units import format_bytes
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -51,9 +50,7 @@ class Lean:
             raise RetrogradeError("this lean pass has begun already: make another by rg.lean()")
         self.aside = _why_not()
         if self.aside is None:
-            fsdp = sys.modules.get("torch.distributed._composable_state")
-            sharded = bool(getattr(fsdp, "_module_state_mapping", None))
-            self._tape, self._stack = LeanTape(parameters_stay=not sharded), ExitStack()
+            self._tape, self._stack = LeanTape(parameters_stay=not sharded_modules()), ExitStack()
             self._stack.enter_context(hooked("a lean pass"))
             self._stack.callback(self._tape.close)
             self._stack.enter_context(self._tape)
