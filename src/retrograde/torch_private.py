@@ -1,9 +1,8 @@
 """The private names of torch that this library uses, in one place, each with its reason.
 
 All were tested with torch 2.10.0, 2.13.0, 2.14.1 and 2.15.0. A test fails where a private name of
-``torch`` stands in another file. The tables of a module (``_modules``, ``_parameters``,
-``_forward_hooks`` and so on) and ``Tensor._version`` are taken for public: half of the libraries
-that build on torch read them.
+``torch`` stands in another file. The tables of a module, such as ``_modules``, and
+``Tensor._version`` are taken for public: many libraries read them.
 """
 
 import sys
@@ -62,9 +61,13 @@ Dropout = _DropoutNd
 softmax, log_softmax = torch._softmax, torch._log_softmax
 #: Reads the text of an operator's arguments.
 schema_of: Callable[[str], Any] = torch._C.parse_schema  # type: ignore[attr-defined]
-#: Whether this thread runs a profiler, of whose events there are some kinds.
-is_profiled: Callable[[], bool] = _autograd._profiler_enabled
+#: The kinds of a profiler's events.
 EventType: Any = _EventType
+
+
+def is_profiled() -> bool:
+    """Return whether this thread runs a profiler."""
+    return bool(_autograd._profiler_enabled())
 
 
 def profile_memory(*, legacy: bool = False) -> None:

@@ -218,6 +218,23 @@ def test_pieces_of_one_tensor_may_be_captured():
         torch.testing.assert_close(found, expected)
 
 
+def test_a_captured_tensor_may_depend_on_a_parameter_of_the_step():
+    gru, x, h = setting(12)
+
+    def make():
+        context = torch.tanh(torch.ones(B, H) @ gru.weight_hh[:H])
+
+        def cell(x_t, h):
+            h = gru(x_t, h * context)
+            return h, h
+
+        return cell
+
+    expected = gradients(plain(make(), x, h)[0], [*gru.parameters()])
+    found = gradients(rg.unroll(make(), x, h, memory="60%")[0], [*gru.parameters()])
+    torch.testing.assert_close(found, expected)
+
+
 class TestSteps:
     """An ODE-RNN: as many Euler steps as its input says."""
 

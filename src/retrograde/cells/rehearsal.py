@@ -92,11 +92,10 @@ def _run(
         pairs = zip(inputs[0:steps], inputs.differentiable, strict=True)
         x = [t.detach().requires_grad_(wanted) for t, wanted in pairs]
         state = each_once(lambda t: entry(t)[1], state)
+        parameters = core.targets  # a captured tensor itself may go on to another parameter
         if in_parts:
-            parameters = core.parameters
-            outputs, after = run_schedule(core, _in_halves(steps), x, state, checked=False)
+            outputs, after = run_schedule(core, _in_halves(steps), x, state, stand_ins=parameters)
         else:
-            parameters = core.targets
             with core.recording():
                 outputs, after = run_ordinary(core, x, state)
         wanted = distinct(t for t in (*x, *state, *parameters) if t.requires_grad)

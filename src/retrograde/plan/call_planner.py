@@ -15,8 +15,8 @@ Bytes of F are counted in levels, and those of P are exact. A plan is read from 
 that leave enough by P, it takes the fastest by F. So levels never break a budget, and never miss
 one that is enough. A plan may be slower than the fastest where levels are many bytes.
 
-No group passes the start of a row. So of n calls in rows of r each, the ranges needed are r n / 2
-within rows, and n that end with the last call.
+No group passes the start of a row. So n calls in rows of r each need r n / 2 ranges within rows,
+and n that end with the last call.
 
 Complexity: O(ranges · (ways + r) · levels) additions in a compiled loop.
 """

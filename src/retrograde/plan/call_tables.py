@@ -38,7 +38,7 @@ def fill(
     seconds of a way outside groups, in one, and at its end. ``keeps`` and ``dropped`` are flags.
     ``forward`` and ``noted`` are sums over the calls before. ``runs`` (ranges) are peaks of running
     calls in turn. ``until`` is the last end of a group, and ``start`` the first call of the ranges
-    with an end; calls i … k − 1 are range ``offset[k] + i``. ``waits`` is the gradient at each
+    with an end. Calls i … k − 1 are range ``offset[k] + i``. ``waits`` is the gradient at each
     call's end. ``inputs`` and ``tapes`` are those of
     :class:`~retrograde.plan.call_planner.MayKeep`.
     """

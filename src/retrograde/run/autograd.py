@@ -60,16 +60,17 @@ def run_schedule(
     state: Tensors,
     layout: Layout | None = None,
     *,
-    checked: bool = True,
+    stand_ins: Tensors | None = None,
 ) -> tuple[Tensors, Tensors]:
     """Run a recurrence so that ``schedule`` computes its gradient. Return the outputs and the state
-    after the last step. If it is not ``checked``, reruns are not compared, and it does not count as
-    a pass of the core."""
+    after the last step. ``stand_ins`` are given by a rehearsal: what receives the parameters'
+    gradients. Its reruns are not compared, and it does not count as a pass of the core."""
     layout = layout or Straight(schedule.length, core.fused)
-    prints = core.prints(schedule.length) if checked else None
+    prints = core.prints(schedule.length) if stand_ins is None else None
+    parameters = core.parameters if stand_ins is None else stand_ins
     run = Run(core, tuple(schedule), schedule.length, prints=prints)
     results = _Recurrence.apply(  # type: ignore[no-untyped-call]
-        run, layout, len(inputs), len(state), *inputs, *state, *core.parameters
+        run, layout, len(inputs), len(state), *inputs, *state, *parameters
     )
     return list(results[: -run.states or None]), list(results[len(results) - run.states :])
 
