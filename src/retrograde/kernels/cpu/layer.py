@@ -151,6 +151,7 @@ class Backward:
             for name in ("inputs", "hidden")
         ]
         self.own = *twice, own["biases"], room.numpy()
+        self.absent: Reals = hidden.new_empty(0, 1, 1).numpy()
 
     @staticmethod
     def pays(samples: int, size: int, gates: int, threads: int = 0) -> bool:
@@ -187,12 +188,12 @@ class Backward:
         Returns:
             The gradient of the state before the block.
         """
-        kind, absent, kept = self.weights.kind, block.after[:0], block.kept
+        kind, kept = self.weights.kind, block.kept
         assert kept is not None or kind != "LSTM"
         g = g.clone(memory_format=torch.contiguous_format)
 
         def array(t: Tensor | None) -> Reals:
-            return (absent if t is None else t).contiguous().numpy()
+            return self.absent if t is None else t.contiguous().numpy()
 
         gates, cells = (None, None) if kept is None else (kept.gates, kept.cells)
         states = [gates, None if kind == "GRU" else block.after, cells, block.x, block.before]
