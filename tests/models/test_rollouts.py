@@ -116,6 +116,15 @@ def test_steps_that_are_called_in_turn_with_other_layers(kind, share):
     assert_equal(model, plain, x)
 
 
+def test_a_step_of_many_is_a_small_part_of_the_model():
+    model, x = drawn()
+    model.steps = 100
+    plain = copy.deepcopy(model)
+    division = rg.budget(model, "20%", x[:16])
+    assert [*division.shares] == ["blocks.0.0 … blocks.3.2"]
+    assert_equal(model, plain, x[:16])
+
+
 @pytest.mark.parametrize("steps", [1, 3, STEPS - 1])
 def test_a_pass_of_fewer_steps_is_not_the_beginning_of_the_next_one(steps):
     model, x = drawn()

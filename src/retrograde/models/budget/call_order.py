@@ -183,7 +183,13 @@ class CallOrder:
                     found[-1].append(call)
             found.append([])
         least = _SMALL * self.whole
-        found = [run for run in found if len(run) > 1 and sum(c.held for c in run) >= least]
+        holds = Counter[int]()  # by module, in all of its calls
+        for call in self.every:
+            holds[id(call.module)] += call.held
+        sums = [sum(holds[one] for one in {id(c.module) for c in run}) for run in found]
+        found = [
+            run for run, held in zip(found, sums, strict=True) if len(run) > 1 and held >= least
+        ]
         taken = {id(call) for run in found for call in run}
         return found + [[call] for call in self._alone(self.top, taken) if call.held >= least]
 

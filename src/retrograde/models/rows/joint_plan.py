@@ -130,7 +130,8 @@ class JointPlan:
     def begin(self, row: "LayerRun", kind: PassMeasurements) -> RunningPlan | None:
         """Begin a row. Return how its calls run; None is ordinary backpropagation."""
         now = getattr(self._running, "now", {})
-        if (at := self._place(row, now)) == 0 or at <= max(now, default=-1):
+        at, is_first = self._place(row, now)
+        if is_first:
             self._running.now = now = {}
         now[at] = kind, None
         kinds, whole = self._known.get(_first(now), ({}, None))
@@ -150,15 +151,17 @@ class JointPlan:
         now[at] = kind, own
         return None if kind.is_ordinary(own) else RunningPlan(own, kind.tied)
 
-    def _place(self, row: "LayerRun", now: "_Running") -> int:
-        """Return a row's place in a pass. More steps than there were on the sample come behind, as
-        long as the pass has not gone back."""
-        last = max(now, default=-1)
-        graph = getattr(self._running, "graph", lambda: None)() if self._repeats else None
-        if self._repeats and (graph is None or graph.over):
-            return self.rows.index(row)
+    def _place(self, row: "LayerRun", now: "_Running") -> tuple[int, bool]:
+        """Return a row's place in a pass, and whether the pass begins with it. More steps than
+        there were on the sample come behind, as long as the pass has not gone back."""
+        last, first = max(now, default=-1), self.rows.index(row)
+        if not self._repeats:
+            return first, first <= last
+        graph = getattr(self._running, "graph", lambda: None)()
+        if graph is None or graph.over:
+            return first, True
         places = (k for k in range(last + 1, len(self.rows)) if self.rows[k] is row)
-        return next(places, last + 1 if self._repeats else self.rows.index(row))
+        return next(places, last + 1), False
 
     def enter(self, row: "LayerRun", now: Pass) -> None:
         """Note that this thread's pass has begun a row."""
