@@ -5,6 +5,7 @@ one that is kept whole, lean, or dropped. So measuring holds what one call takes
 of its parameters. It leaves no trace.
 """
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -166,11 +167,20 @@ class PassMeasurements:
     def of_rows(
         cls, kinds: Sequence["PassMeasurements"], waits: Sequence[OutputLifetime]
     ) -> "PassMeasurements":
-        """Return what is known of rows that run one after the other, and wait for each other."""
+        """Return what is known of rows that run one after the other, and wait for each other.
+
+        Autograd adds a weight's second gradient to its first in new memory, and further ones in
+        place. So where two later rows have used a weight, its gradients take nothing more.
+        """
         if len(kinds) == 1:
             return kinds[0]
+        sizes, later = list[list[CallSizes]](), Counter[Tensor]()
+        for kind in reversed(kinds):
+            less = sum(p.nbytes for p, rows in later.items() if rows > 1 and p in kind.tied)
+            sizes.insert(0, [size.held_back(-less) for size in kind.sizes])
+            later.update({p for unit in kind.units for p in unit.reads if p.requires_grad})
         units = [unit for kind in kinds for unit in kind.units]
-        return cls(units=units, sizes=one_after_the_other([one.sizes for one in kinds], waits))
+        return cls(units=units, sizes=one_after_the_other(sizes, waits))
 
     def settle(self) -> None:
         """Count states that the model keeps, or their gradients that wait, once all are known."""

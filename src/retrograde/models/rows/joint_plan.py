@@ -156,7 +156,7 @@ class JointPlan:
         there were on the sample come behind, as long as the pass has not gone back."""
         last, first = max(now, default=-1), self.rows.index(row)
         if not self._repeats:
-            return first, first <= last
+            return first, not now or first <= last
         graph = getattr(self._running, "graph", lambda: None)()
         if graph is None or graph.over:
             return first, True
