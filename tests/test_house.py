@@ -16,8 +16,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "retrograde"
 
 LEVELS = [
-    {"errors"},
-    {"units", "machine", "torch_private"},
+    {"errors", "torch_private"},
+    {"units", "machine"},
     {"schedule"},
     {"plan"},
     {"replay", "kernels"},

@@ -815,7 +815,7 @@ def test_the_layers_of_a_sequential_of_ours_share_the_models_budget(alone):
     assert net.memory == "90%"
     division = rg.budget(model, "60%", x)
     assert net.memory is None
-    assert [*division.shares] == ["0 … 5" if alone else "0 … 2"]
+    assert [*division.shares] == ["0.0 … 5.2" if alone else "0 … 2"]
     same(trained(model, x), trained(plain, x))
     rg.budget(model, None)
     same(trained(model, x), trained(plain, x))
@@ -1049,7 +1049,8 @@ def test_casts_of_an_earlier_pass_do_not_hide_those_of_a_pass_that_is_measured()
             y = model(x).sum()
         y.backward()
 
-    assert abs(rg.measure(call).working_bytes - division.peak_bytes) <= LOSS
+    output = 2 * 64  # bytes; a pass on the sample hands it to the caller, and the loss lets it go
+    assert abs(rg.measure(call).working_bytes - division.peak_bytes) <= LOSS + output
 
 
 def test_casts_of_biases_are_not_held_beside_frozen_weights():

@@ -1,9 +1,9 @@
 """What surrounds a call in torch: switches and modes, to be set as they were when it runs again.
 
-A switch is whatever ``torch._C`` can get and set without an argument. They say which attention and
-which convolution runs, and in which precision matrices are multiplied. So a newer torch's switches
-are among them. Autocast, the default type, the number of threads, and the
-modes of ``torch.overrides`` and ``torch.utils._python_dispatch`` are noted too.
+A switch is whatever torch can get and set without an argument. They say which attention and which
+convolution runs, and in which precision matrices are multiplied. So a newer torch's switches are
+among them. Autocast, the default type, the number of threads, and the modes of ``torch.overrides``
+and of dispatch are noted too.
 """
 
 import re
