@@ -23,6 +23,7 @@ from retrograde.models.rows import call_sizes, trials
 from retrograde.models.rows.arguments import Arguments
 from retrograde.models.rows.rerun import DROPPED, DROPPED_LEAN, LEAN, RecomputedCall
 from retrograde.plan.calls import Part
+from retrograde.sizes.cache import Recent
 
 PARTS = [1.0, 0.6, 0.2, 0.0]  # of what lies between the least budget and the ordinary one
 
@@ -1012,3 +1013,13 @@ def test_a_layer_that_chance_mostly_leaves_out_is_planned_as_if_it_ran(draw, way
             found.append([*(p.grad for p in one.parameters()), *one.buffers()])
         assert all(a is b or torch.equal(a, b) for a, b in zip(*found, strict=True))
     assert not recwarn.list
+
+
+def test_what_is_known_of_calls_is_bounded():
+    net = rg.Sequential(*(nn.Linear(8, 8) for _ in range(3)), memory="100%")
+    for table in ("sizes", "seen", "seconds"):
+        setattr(net._plans, table, Recent(4))
+    for rows in range(1, 9):
+        net(torch.randn(rows, 8)).sum().backward()
+        assert all(len(getattr(net._plans, table)) <= 4 for table in ("sizes", "seen", "seconds"))
+    assert len(net._plans.seen) == 4

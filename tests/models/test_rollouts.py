@@ -105,6 +105,17 @@ def test_all_steps_have_one_plan(share):
     assert_equal(model, plain, x)
 
 
+@pytest.mark.parametrize(("rows", "steps"), [(64, 5), (16, 3), (64, 3), (16, 5)])
+def test_gradients_that_steps_add_to_one_another_are_counted_where_they_wait(rows, steps):
+    """Weights are most of the memory: the first sum takes new memory, further ones do not."""
+    torch.manual_seed(0)
+    model, x = Rollout(steps), torch.randn(rows, WIDTH)
+    with pytest.raises(rg.BudgetError) as refusal:
+        rg.budget(model, 1, x)
+    division = rg.budget(model, refusal.value.minimum_bytes, x)
+    assert taken(model, x) <= division.total_bytes + division.elsewhere_bytes
+
+
 @pytest.mark.parametrize("kind", [Stem, Reversed])
 @pytest.mark.parametrize("share", ["50%", "25%"])
 def test_steps_that_are_called_in_turn_with_other_layers(kind, share):
@@ -147,7 +158,9 @@ def test_more_steps_are_told_once_and_planned_from_then_on():
     plain = copy.deepcopy(model)
     division = rg.budget(model, "30%", x)
     model.steps = plain.steps = 3 * STEPS
-    assert_equal(model, plain, x)  # one group each: what is held grows by a state a step
+    with pytest.warns(UserWarning, match="another kind of input") as told:
+        assert_equal(model, plain, x)  # one group each: what is held grows by a state a step
+    assert len(told) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert_equal(model, plain, x)

@@ -213,9 +213,10 @@ class CallOrder:
         for run in runs:
             found.append([])
             last: Hashable = None
+            divides = run in uneven
             for call in run:
                 key = _key(call)
-                if run in uneven and not is_inplace_activation(call.module):
+                if divides and not is_inplace_activation(call.module):
                     ends = neighbours["after", last], neighbours["before", key]
                     found += [] if ends == ({key}, {last}) else [[]]
                     last = key

@@ -273,7 +273,8 @@ class Plans:
             try:
                 with unit.surroundings.measured():
                     phases, taken = _phases(one)
-                    seen = self.seen.setdefault((alike, memory), {})
+                    seen = self.seen.get((alike, memory), {})
+                    self.seen[alike, memory] = seen
                     if key[0] is None and seen:
                         did = _deeds(one, measure_phases(phases[_WHOLE], device=one.device))
                         if did in seen:

@@ -240,8 +240,10 @@ class JointPlan:
 
     def _late(self, now: "_Running", at: int) -> tuple[Part, ...]:
         kind = now[at][0]
-        if max(now) + 1 != len(self.rows) and all(one.is_measured for one, _ in now.values()):
-            self._found(now)  # the pass has ended without the last row, or behind it
+        ends = max(now) + 1 == len(self.rows) or getattr(self._running, "ended", None) is now
+        if not ends and all(one.is_measured for one, _ in now.values()):
+            self._running.ended = now  # without the last row, or behind it; that is told once
+            self._found(now)
         noted = sum(call.noted_bytes for call in kind.sizes)
         return kind.late_plan(self.memory - self._before(now, at) - noted)
 
