@@ -242,7 +242,7 @@ class JointPlan:
         kind = now[at][0]
         ends = max(now) + 1 == len(self.rows) or getattr(self._running, "ended", None) is now
         if not ends and all(one.is_measured for one, _ in now.values()):
-            self._running.ended = now  # without the last row, or behind it. This is told once.
+            self._running.ended = now  # the pass has ended without the last row, or behind it
             self._found(now)
         noted = sum(call.noted_bytes for call in kind.sizes)
         return kind.late_plan(self.memory - self._before(now, at) - noted)
