@@ -265,7 +265,7 @@ def test_a_change_between_the_passes_raises_before_a_gradient_is_seen():
 
 
 def test_what_is_noted_and_compared():
-    """All tensors in the first call; later those of the last node, and an eighth of the others."""
+    """All tensors in the first call; later the last node's, and a sixteenth of the others."""
     reruns, tensors = Reruns(), [torch.randn(3) for _ in range(20)]
 
     def note():
@@ -277,7 +277,7 @@ def test_what_is_noted_and_compared():
 
     assert note().prints == [fingerprint(t) for t in tensors]
     reruns.last = [18, 19]
-    turns = [[k for k, one in enumerate(note().prints) if one is not None] for _ in range(8)]
+    turns = [[k for k, one in enumerate(note().prints) if one is not None] for _ in range(16)]
     assert all({18, 19} <= {*turn} and len(turn) <= 5 for turn in turns)
     assert {k for turn in turns for k in turn} == {*range(20)}
     first, compared = note(), None

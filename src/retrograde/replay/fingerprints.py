@@ -87,6 +87,8 @@ def _fingerprint(t: Tensor, turn: int) -> Fingerprint:
     # Of a contiguous tensor, an eighth has words with weights.
     most = _PARTS * _SMALL if turn and t.is_contiguous() else _SMALL
     if t.is_cpu and t.nbytes <= most:  # by few operations, since most tensors are small
+        if turn and (in_order := _in_order(t)) is not None:  # where a copy would take longer
+            t = in_order
         numbers = (t if t.dtype in _NUMPYS else t.view(_INTEGERS[t.itemsize])).numpy()
         return _weighted(_part(np.ascontiguousarray(numbers).reshape(-1), turn))
     words = _part(whole, turn) if (whole := _in_order(t)) is not None else None

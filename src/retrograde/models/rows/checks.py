@@ -1,8 +1,8 @@
 """Checks of what a call saves: noted when it first runs, compared when it runs again (rule 11).
 
-The first call is checked whole. Later ones check what their last node saves, and one of eight other
-tensors, each time others. Of a large tensor they check an eighth. A view of a weight is
-known by the weight's version. A kernel may write a tensor after it was saved, such as the noise of
+The first call is checked whole. Later ones check what their last node saves, and one of sixteen
+other tensors, each time others. Of a large tensor they check an eighth. A view of a weight is known
+by the weight's version. A kernel may write a tensor after it was saved, such as the noise of
 ``RReLU`` or a running mean. Such a tensor is looked at when the next node of the graph is made.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from retrograde.replay.fingerprints import Fingerprint, fingerprint, verify
 from retrograde.torch_private import base_of, next_node
 
-_EVERY = 8
+_EVERY = 16
 _WEIGHT = "a view of a weight"
 
 
