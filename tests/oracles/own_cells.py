@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import retrograde as rg
+from retrograde.cells.as_cell import as_cell
 
 __all__ = [
     "FIRST", "FORMULAS", "INPUTS", "LIF", "MGU", "Attending", "MinimalGated", "Own", "PeepholeLSTM",
@@ -99,13 +100,22 @@ def cases() -> dict[str, tuple[nn.Module, int, int, Any]]:
         "attending to 50 captured places, B=16, T=200": (
             Attending(INPUTS, 64, 16, 50), 200, 16, zeros(16, 64),
         ),
+        # Torch's own, without a module around them: the loops of a layer run them.
+        "nn.LSTMCell 64, B=32, T=403": (
+            nn.LSTMCell(INPUTS, 64), 403, 32, (zeros(32, 64), zeros(32, 64)),
+        ),
+        "nn.LSTMCell 256, B=16, T=400": (
+            nn.LSTMCell(INPUTS, 256), 400, 16, (zeros(16, 256), zeros(16, 256)),
+        ),
+        "nn.GRUCell 32, B=8, T=1600": (nn.GRUCell(INPUTS, 32), 1600, 8, zeros(8, 32)),
+        "nn.RNNCell 16, B=4, T=1000": (nn.RNNCell(INPUTS, 16), 1000, 4, zeros(4, 16)),
     }  # fmt: skip
 
 
 def plain(cell: nn.Module, x: Tensor, state: Any) -> Tensor:
-    outputs = []
+    run, outputs = as_cell(cell), []
     for row in x:
-        y, state = cell(row, state)
+        y, state = run(row, state)
         outputs.append(y)
     return torch.stack(outputs)
 

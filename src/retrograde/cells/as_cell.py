@@ -1,12 +1,78 @@
 """What people give as a cell: torch's own cells work, and whole layers and models are refused."""
 
 import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from retrograde.cells.cell import Cell
 from retrograde.errors import CellError
+from retrograde.recurrent.base import BudgetedRNN
+from retrograde.recurrent.modules import GRU, LSTM, RNN
+from retrograde.run.transforms import besides_forward
+from retrograde.torch_private import flat_weights
+
+_LAYERS: dict[type[nn.Module], type[BudgetedRNN]]
+_LAYERS = {nn.LSTMCell: LSTM, nn.GRUCell: GRU, nn.RNNCell: RNN}
+_EXACT = torch.float32, torch.float64
+
+
+@dataclass(frozen=True)
+class TorchCell:
+    """One of torch's own cells, which return their state alone. Within a budget, the loops of a
+    layer run it."""
+
+    cell: nn.RNNCellBase
+
+    def __call__(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        after = self.cell(x, state)
+        return after[0] if isinstance(self.cell, nn.LSTMCell) else after, after
+
+    def is_a_layer(self, x: Tensor, state: Sequence[Tensor]) -> bool:
+        """Return whether a layer computes the same, of inputs (T, B, I) or (T, I)."""
+        cell, parts = self.cell, 2 if type(self.cell) is nn.LSTMCell else 1
+        tensors = [x, *state, *cell.parameters()]
+        return (
+            type(cell) in _LAYERS
+            and besides_forward(cell) is None
+            and all(type(t) in (Tensor, nn.Parameter) and t.is_cpu for t in tensors)
+            and x.dtype in _EXACT
+            and {t.dtype for t in tensors} == {x.dtype}
+            and not torch.is_autocast_enabled("cpu")
+            and x.dim() in (2, 3)
+            and x.shape[-1] == cell.input_size
+            and [t.shape for t in state] in ([], [(*x.shape[1:-1], cell.hidden_size)] * parts)
+        )
+
+    def entry(self, state: Sequence[Tensor]) -> Any:
+        """Return a cell's state in the form of a layer's."""
+        whole = tuple(s.unsqueeze(0) for s in state)
+        return (whole if len(whole) > 1 else whole[0]) if whole else None
+
+    def left(self, state: Any) -> Any:
+        """Return a layer's state in the form of a cell's."""
+        return tuple(map(self.left, state)) if isinstance(state, tuple) else state.squeeze(0)
+
+    def layer(self, memory: int) -> BudgetedRNN:
+        """Return a layer with the cell's own parameters, and a budget."""
+        cell = self.cell
+        options: Any = {"nonlinearity": cell.nonlinearity} if type(cell) is nn.RNNCell else {}
+        kind = _LAYERS[type(cell)]
+        layer: Any = kind(
+            cell.input_size, cell.hidden_size, bias=cell.bias, device="meta", **options
+        )
+        layer.memory = memory
+        return self.refreshed(layer)
+
+    def refreshed(self, layer: BudgetedRNN) -> BudgetedRNN:
+        """Return the layer with the parameters that the cell has now."""
+        own = ((f"{name}_l0", p) for name, p in self.cell._parameters.items() if p is not None)
+        layer._parameters.update(own)
+        flat_weights(layer, anew=True)
+        return layer
 
 
 def as_cell(cell: Any) -> Cell:
@@ -17,12 +83,7 @@ def as_cell(cell: Any) -> Cell:
     """
     kind = type(cell)
     if getattr(kind, "forward", None) in _TORCHS and "forward" not in vars(cell):
-
-        def step(x: Tensor, state: Any) -> tuple[Tensor, Any]:
-            after = cell(x, state)
-            return after[0] if isinstance(cell, nn.LSTMCell) else after, after
-
-        return step
+        return TorchCell(cell)
     if isinstance(cell, nn.RNNBase) and kind.forward.__module__.startswith(("torch.", "retro")):
         name = cell.mode.partition("_")[0]
         raise CellError(
@@ -47,5 +108,5 @@ def _takes_a_state(module: nn.Module) -> bool:
     except TypeError:
         return False
     except ValueError:  # it tells no signature
-        pass
+        layer._parameters.update(own)
     return True

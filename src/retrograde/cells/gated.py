@@ -351,7 +351,7 @@ class GatedCore(Core):
 
 
 def fit_gated(
-    cell: GatedCell, tensors: Tensors, state: Tensors, memory: Memory, usual: Curve | Highest,
+    cell: GatedCell, tensors: Tensors, state: Tensors, memory: Memory, usual: Curve | Highest, *,
     extra: int,
 ) -> tuple[Fit, int]:  # fmt: skip
     """Return the fastest plan of a cell within a budget, and the rows of a block. ``usual`` has the

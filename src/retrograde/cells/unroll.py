@@ -1,14 +1,14 @@
 """``unroll``: any cell over a sequence, with its gradient within a memory budget."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
 
-from retrograde.cells.as_cell import as_cell
+from retrograde.cells.as_cell import TorchCell, as_cell
 from retrograde.cells.cell import (
     Cell,
     StepCore,
@@ -24,7 +24,8 @@ from retrograde.cells.gated import GatedCell, GatedCore, fit_gated, runs_by_loop
 from retrograde.cells.rehearsal import measure_step
 from retrograde.cells.stateful import Stateful
 from retrograde.errors import BudgetError, CellError
-from retrograde.plan.fit import Fit
+from retrograde.plan.fit import Curve, Fit, Highest
+from retrograde.recurrent.base import BudgetedRNN
 from retrograde.recurrent.fastest import fit_measured
 from retrograde.replay.switches import autocast_as_now
 from retrograde.replay.trees import Structure, Tensors, flatten, flatten_inputs, flatten_state
@@ -37,11 +38,14 @@ from retrograde.run.transforms import is_transformed, is_unreal, refuse_transfor
 from retrograde.schedule import Schedule
 from retrograde.sizes.cache import CellFits, LRUCache, signature
 from retrograde.sizes.footprint import footprint, grown, node_bytes, partly_idle
-from retrograde.units import Memory, parse_memory
+from retrograde.units import Memory, as_bytes, parse_memory
+
+T = TypeVar("T")
 
 # A cell is measured once for its shapes, and a schedule fitted once for a budget.
 _FITS: CellFits[Fit] = CellFits()
 _GATED: LRUCache[tuple[Fit, int] | None] = LRUCache()
+_LAYERS: LRUCache[tuple[BudgetedRNN, int] | None] = LRUCache()
 
 
 @uncompiled
@@ -63,7 +67,9 @@ def unroll(
     Args:
         cell: ``cell(x_t, state) -> (y_t, state)``: a module, a function, a closure. It is called
             once more for step 0, to find what it depends on. For a new input shape it is also
-            measured on short ranges. Neither leaves a trace but a cache.
+            measured on short ranges. Neither leaves a trace but a cache. Within a budget on a CPU,
+            the loops of a layer run torch's own cells, so that results differ from the plain
+            loop's by rounding. A function around such a cell has the plain loop's bits.
         inputs: a pytree of tensors, each with time as its first dimension (T, …).
         state: the initial state, a pytree of tensors and numbers, dataclasses included. Every step
             keeps its structure and shapes. Where it has a None, or a number, step 0 may determine
@@ -174,6 +180,9 @@ class CellCall:
         else:
             if self.asked:
                 refuse_transforms(given, self.asked)
+            if (own := self._layer(cell, state)) is not None:
+                y, after = own[0](self.tensors[0], own[1])
+                return [y], flatten(y, "output of the cell")[1], cast(TorchCell, cell).left(after)
             found = self._fit_loops(cell, state)
             if found is not None:
                 fit, loops, states, state_spec = found
@@ -184,17 +193,26 @@ class CellCall:
             outputs, after = self._recorded(core, states)
         return outputs, core.output_spec, core.state_spec.unflatten(after)
 
-    def planned(self, cell: Cell, state: Any) -> tuple[Fit, Core, Inputs, Tensors]:
-        """Return the plan for a cell and its initial state, and what it can be timed by: the core,
-        its inputs and a state. Nothing is trained."""
+    def planned(self, cell: Cell, state: Any) -> tuple[Fit, tuple[Core, Inputs, Tensors] | None]:
+        """Return the plan for a cell and its initial state, and what it can be timed by: a core,
+        inputs and a state. A layer is not timed. Nothing is trained."""
         states, spec = flatten_state(state)
         with torch.enable_grad():
-            found = self._fit_loops(cell, state)
-            if found is not None:
-                return *found[:2], found[1].held(self.tensors), found[2]
+            layer, loops = self._layer(cell, state), self._fit_loops(cell, state)
             core = self.examine(cell, states, spec)
-            fit, later = self.fit(core, states)[0], later_state(core, self.read, states)
-            return fit, core, self.read, later
+            if layer is None and loops is None:
+                fit, later = self.fit(core, states)[0], later_state(core, self.read, states)
+                return fit, (core, self.read, later)
+            try:  # single steps may do with less
+                least = self.fit(core, states)[0].minimum_bytes
+            except BudgetError as refusal:
+                least = refusal.minimum_bytes
+            if layer is not None:
+                fit = replace(layer[0].fit(self.tensors[0], layer[1]), ordinary_bytes=layer[2])
+            elif loops is not None:
+                fit = loops[0]
+            timed = None if loops is None else (loops[1], loops[1].held(self.tensors), loops[2])
+            return replace(fit, minimum_bytes=min(fit.minimum_bytes, least)), timed
 
     def examine(self, cell: Cell, states: Tensors, spec: Structure) -> StepCore:
         """Return the core of a cell, tried on the first step."""
@@ -245,25 +263,52 @@ class CellCall:
         if not any(t.requires_grad for t in (*self.tensors, *states, *cell.parameters())):
             return None
 
-        def find() -> tuple[Fit, int] | None:
-            given, given_spec = flatten_state(state)
-            core = self.examine(cell, given, given_spec)
-            later = later_state(core, self.read, given)
-            ordinary = footprint(core, self.read, later, memory=memory, first=given).ordinary
-            extra = sum(t.nbytes for t in states) if zeros else 0
-            try:
-                return fit_gated(cell, self.tensors, states, memory, ordinary, extra)
-            except BudgetError as refused:  # loops copy weights; a few steps may take less
-                try:
-                    self.fit(core, given)
-                except BudgetError as other:
-                    raise min(refused, other, key=lambda one: one.minimum_bytes) from None
-            return None
-
+        extra = sum(t.nbytes for t in states) if zeros else 0
+        fit = partial(fit_gated, cell, self.tensors, states, memory, extra=extra)
         tensors = map(signature, (*self.tensors, *states, *cell.parameters()))
         key = id(type(cell)), repr(memory), zeros, torch.get_num_threads(), *tensors
-        found = _GATED.get(key, find, [type(cell)])
+        found = _GATED.get(key, partial(self._unless_steps, fit, cell, state), [type(cell)])
         return None if found is None else (found[0], GatedCore(cell, found[1]), states, spec)
+
+    def _layer(self, cell: Cell, state: Any) -> tuple[BudgetedRNN, Any, int] | None:
+        """Return the layer that runs one of torch's cells within a budget, its first state, and the
+        bytes of ordinary backpropagation. It is None as for loops."""
+        usual = self.memory is None or self.compile or not isinstance(self.layout, Straight)
+        if usual or not isinstance(cell, TorchCell) or len(self.tensors) != 1:
+            return None
+        (x,), (states, _), memory = self.tensors, flatten_state(state), cast(Memory, self.memory)
+        if not cell.is_a_layer(x, states):
+            return None
+        entry = cell.entry(states)
+
+        def fit(usual: Curve | Highest) -> tuple[BudgetedRNN, int]:
+            ordinary = usual(len(x))
+            layer = cell.layer(as_bytes(memory, ordinary))
+            layer.fit(x, entry)
+            return layer, ordinary
+
+        tensors = map(signature, (x, *states, *cell.cell.parameters()))
+        key = id(cell.cell), repr(memory), torch.get_num_threads(), *tensors
+        found = _LAYERS.get(key, partial(self._unless_steps, fit, cell, state), [cell.cell])
+        return None if found is None else (cell.refreshed(found[0]), entry, found[1])
+
+    def _unless_steps(
+        self, fit: Callable[[Curve | Highest], T], cell: Cell, state: Any
+    ) -> T | None:
+        """Return how compiled loops keep a budget, by what ordinary backpropagation takes; None if
+        they cannot, but single steps can, since loops copy weights."""
+        states, spec = flatten_state(state)
+        core = self.examine(cell, states, spec)
+        later = later_state(core, self.read, states)
+        usual = footprint(core, self.read, later, memory=self.memory, first=states).ordinary
+        try:
+            return fit(usual)
+        except BudgetError as refused:
+            try:
+                self.fit(core, states)
+            except BudgetError as other:
+                raise min(refused, other, key=lambda one: one.minimum_bytes) from None
+        return None
 
     def _recorded(self, core: StepCore, states: Tensors) -> tuple[Tensors, Tensors]:
         """Run a cell so that it can be backpropagated as asked, if anything requires a gradient."""

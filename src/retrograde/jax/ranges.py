@@ -30,11 +30,11 @@ class Order:
     reverse: bool
     unroll: int
 
-    def read(self, arrays: Arrays, step: Any) -> Arrays:
+    def read(self, arrays: Arrays, step: object) -> Arrays:
         """Return one step's part of arrays that have all steps."""
         return _read(arrays, self._at(step))
 
-    def write(self, arrays: Arrays, step: Any, values: Sequence[Any]) -> Arrays:
+    def write(self, arrays: Arrays, step: object, values: Sequence[Any]) -> Arrays:
         return _write(arrays, self._at(step), values)
 
     def _at(self, step: Any) -> Any:
@@ -196,7 +196,7 @@ class Sweeps:
                 now,
             )
 
-        def body(now: Any) -> Any:
+        def body(now: object) -> Any:
             for kind in np.unique(self.table.rows[first:stop, 0]):
                 now = rows_of(Kind(kind), now)
             return now
@@ -206,13 +206,13 @@ class Sweeps:
         return found
 
 
-def _read(buffers: Arrays, at: Any) -> Arrays:
+def _read(buffers: Arrays, at: object) -> Arrays:
     plain = {"keepdims": False, "allow_negative_indices": False}
     found: Arrays = jax.tree.map(lambda b: lax.dynamic_index_in_dim(b, at, **plain), buffers)
     return found
 
 
-def _write(buffers: Arrays, at: Any, values: Sequence[Any]) -> Arrays:
+def _write(buffers: Arrays, at: object, values: Sequence[Any]) -> Arrays:
     plain = {"axis": 0, "allow_negative_indices": False}
     pairs = zip(buffers, values, strict=True)
     return [

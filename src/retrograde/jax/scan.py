@@ -36,7 +36,7 @@ Carry = TypeVar("Carry")
 def scan(
     f: Callable[[Carry, Any], tuple[Carry, Any]],
     init: Carry,
-    xs: Any = None,
+    xs: object = None,
     length: int | None = None,
     reverse: bool = False,
     unroll: int = 1,
@@ -101,7 +101,7 @@ def scan(
     return jax.tree.unflatten(jax.tree.structure(init), after), jax.tree.unflatten(y_tree, ys)
 
 
-def fit(f: Callable[..., Any], init: Any, xs: Any = None, length: int | None = None, *,
+def fit(f: Callable[..., Any], init: object, xs: object = None, length: int | None = None, *,
         memory: Memory) -> Fit:  # fmt: skip
     """Return the fit for a scan and a budget: its peak memory, the least budget, forward steps.
 
@@ -118,7 +118,7 @@ def fit(f: Callable[..., Any], init: Any, xs: Any = None, length: int | None = N
     Asked(memory).check(count)
     found: list[Fit] = []
 
-    def ask(init: Any, xs: Any) -> None:
+    def ask(init: object, xs: object) -> None:
         one = jax.tree.map(lambda x: x[0], xs)
         step, carry, _ = trace_step(f, init, one)
         operands = step.consts, carry, jax.tree.leaves(one)
@@ -174,7 +174,7 @@ class _Scan:
             return self._vjp(*operands)
         sweeps = Sweeps(recorded, table, self.order)
 
-        def plain_back(consts: Arrays, xs: Arrays, held: Any, init: Arrays, *given: Any) -> Any:
+        def plain_back(consts: Arrays, xs: Arrays, held: object, init: Arrays, *given: Any) -> Any:
             warnings.warn(_BEYOND, stacklevel=2)
             found = self._vjp(consts, init, xs)[1](*given)
             return tuple(map(some_of, found, (wanted[0], map(is_real, init), wanted[2])))
@@ -237,7 +237,7 @@ _BEYOND = (
 )
 
 
-def _length(xs: Any, length: int | None, least: int) -> int:
+def _length(xs: object, length: int | None, least: int) -> int:
     """Return the number of steps; raises CellError if it is missing, contradictory or too small."""
     lengths = {int(x.shape[0]) if getattr(x, "ndim", 0) else -1 for x in jax.tree.leaves(xs)}
     if length is not None:

@@ -77,7 +77,7 @@ class Step:
         return list(found[: len(self.carry)]), list(found[len(self.carry) :])
 
 
-def trace_step(f: Callable[..., Any], init: Any, x: Any) -> tuple[Step, Arrays, Any]:
+def trace_step(f: Callable[..., Any], init: object, x: object) -> tuple[Step, Arrays, Any]:
     """Return a scanned function as a step, the leaves of the first carry, and the structure of one
     step's output. Of ``x``, one input, only the types are used. Raises CellError."""
     carry, tree = jax.tree.flatten(jax.tree.map(jnp.asarray, init))
@@ -213,7 +213,7 @@ class Recorded:
         return [groups[group][i] for group, i in self.sources]
 
 
-def _program(closed: Any) -> Callable[..., Arrays]:
+def _program(closed: object) -> Callable[..., Arrays]:
     """Return a program as a function of arrays; a result may be a Python bool of the program's."""
     run = jaxpr_as_fun(closed)
     return lambda *operands: [*map(jnp.asarray, run(*operands))]

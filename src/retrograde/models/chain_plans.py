@@ -97,7 +97,7 @@ class ChainFit:
 class ChainPlans(Plans):
     """The plans of a ``Sequential``."""
 
-    def fit(self, net: nn.Sequential, memory: Memory, input: Any) -> ChainFit:
+    def fit(self, net: nn.Sequential, memory: Memory, input: object) -> ChainFit:
         """Return the plan of the layers for a budget and an input of this kind.
 
         Raises:
@@ -119,7 +119,7 @@ class ChainPlans(Plans):
             peak_bytes=peak_of(kind.sizes, plan),
         )
 
-    def run(self, net: nn.Sequential, memory: Memory, input: Any) -> Any:
+    def run(self, net: nn.Sequential, memory: Memory, input: object) -> Any:
         """Run the layers so that their gradient stays within a budget.
 
         Returns the output of the last layer, or None where torch's own pass should run. That is so
@@ -147,7 +147,7 @@ class ChainPlans(Plans):
             warnings.warn(larger(grown[0], need, room, kind), stacklevel=4)
         return value
 
-    def _kind(self, net: nn.Sequential, input: Any) -> PassMeasurements | None:
+    def _kind(self, net: nn.Sequential, input: object) -> PassMeasurements | None:
         layers = named_layers(net, all_chains=False)
         modules, find = [layer for _, layer in layers], partial(measured, layers, input, self)
         return self.kind_of(modules, Arguments((input,)), find)
@@ -160,7 +160,7 @@ _NOTHING = (
 )
 
 
-def measure_network(net: nn.Sequential, input: Any, repeats: int) -> Chain:
+def measure_network(net: nn.Sequential, input: object, repeats: int) -> Chain:
     """Measure the layers of a network, and time each ``repeats`` times.
 
     Raises:
@@ -196,7 +196,7 @@ def measure_network(net: nn.Sequential, input: Any, repeats: int) -> Chain:
 
 
 def measured(
-    layers: Layers, input: Any, plans: Plans, repeats: int | None = None
+    layers: Layers, input: object, plans: Plans, repeats: int | None = None
 ) -> PassMeasurements:
     """Divide layers into units, and try and measure each, on an input.
 
@@ -234,14 +234,14 @@ def measured(
     return kind
 
 
-def _try(layers: Layers, value: Any) -> Tried:
+def _try(layers: Layers, value: object) -> Tried:
     """Try a unit of some layers."""
     given, name = Arguments((value,)), "-".join(dict.fromkeys((layers[0][0], layers[-1][0])))
     if (reason := given.refusal()) is not None:
         raise NotExactError(f"layer {name} {reason}")
     modules = [layer for _, layer in layers]
 
-    def forward(value: Any) -> Any:
+    def forward(value: object) -> Any:
         for layer in modules:
             value = layer(value)
         return value
@@ -249,13 +249,13 @@ def _try(layers: Layers, value: Any) -> Tried:
     return try_call(name, forward, modules, given)
 
 
-def _result(tried: Tried, value: Any) -> Any:
+def _result(tried: Tried, value: object) -> Any:
     """Run a unit, and leave no trace."""
     with tried.unit.surroundings.measured(), unsaved():
         return _alone(do_most(tried.unit, value), tried.wants)
 
 
-def _alone(value: Any, wants: Sequence[bool] | None) -> Any:
+def _alone(value: object, wants: Sequence[bool] | None) -> Any:
     """Return a value without the graph that it came from; its tensors require what they did."""
     found = iter([t.requires_grad for t in tensors_in(value)] if wants is None else wants)
 

@@ -100,8 +100,10 @@ def fit(
         call = CellCall(leaves, spec, layout, memory, None, compile)
         cell = as_cell(cell)
     with torch.enable_grad():
-        found, core, read, later = call.planned(cell, state)
-        times = time_steps(core, read, later, _REPEATS)
+        found, timed = call.planned(cell, state)
+        if timed is None:
+            return replace(found, seconds=1e-6 * found.time)
+        times = time_steps(*timed, _REPEATS)
     return replace(found, seconds=iteration_seconds(found, times))
 
 

@@ -5,7 +5,7 @@ The functions that will run a schedule are measured: their bytes
 """
 
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import overload
 
 from torch import nn
 
@@ -77,15 +77,15 @@ def _microseconds(seconds: float) -> str:
 
 
 @overload
-def profile(cell: nn.Sequential, x: Any, *, repeats: int = 9) -> Chain: ...
+def profile(cell: nn.Sequential, x: object, *, repeats: int = 9) -> Chain: ...
 
 
 @overload
-def profile(cell: Cell, x: Any, state: Any = None, *, repeats: int = 9) -> Profile: ...
+def profile(cell: Cell, x: object, state: object = None, *, repeats: int = 9) -> Profile: ...
 
 
 def profile(
-    cell: Cell | nn.Sequential, x: Any, state: Any = None, *, repeats: int = 9
+    cell: Cell | nn.Sequential, x: object, state: object = None, *, repeats: int = 9
 ) -> Profile | Chain:
     """Measure a step of a cell: what :func:`retrograde.plan` needs.
 

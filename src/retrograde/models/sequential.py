@@ -82,7 +82,7 @@ class Sequential(nn.Sequential):
         self._plans = ChainPlans()
 
     @uncompiled
-    def forward(self, input: Any) -> Any:
+    def forward(self, input: object) -> Any:
         """Run the layers.
 
         Args:
@@ -104,7 +104,7 @@ class Sequential(nn.Sequential):
             found = self._plans.run(self, self.memory, input)
         return super().forward(input) if found is None else found  # type: ignore[no-untyped-call]
 
-    def fit(self, input: Any) -> ChainFit:
+    def fit(self, input: object) -> ChainFit:
         """Return the schedule that the budget gives for an input; nothing is trained.
 
         Args:
@@ -124,7 +124,7 @@ class Sequential(nn.Sequential):
             )
         return self._fit_within(self.memory, shaped(input, self))
 
-    def _fit_within(self, memory: Memory, input: Any) -> ChainFit:
+    def _fit_within(self, memory: Memory, input: object) -> ChainFit:
         """Return the result of :meth:`fit` for another budget; nothing is changed."""
         return self._plans.fit(self, memory, input)
 

@@ -91,7 +91,7 @@ class Peers:
             self._failed = True
             raise
 
-    def tell(self, mine: Any) -> list[Any]:
+    def tell(self, mine: object) -> list[Any]:
         """Return what each rank tells, any object, in the order of ranks."""
         told: list[Any] = [None] * self.size
         group = self.group

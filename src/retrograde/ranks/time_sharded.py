@@ -108,7 +108,7 @@ class TimeSharded(nn.Module):
         self._compared = False
 
     @uncompiled
-    def forward(self, input: Tensor, hx: Any = None) -> tuple[Tensor, Any]:
+    def forward(self, input: Tensor, hx: object = None) -> tuple[Tensor, Any]:
         """Run this rank's steps.
 
         Args:

@@ -289,7 +289,7 @@ class _Levels:
             self._report.add(phase, operands)
         return [self._product(a, b) for a, b in operands]
 
-    def _product(self, a: Any, b: Any) -> Any:
+    def _product(self, a: object, b: object) -> Any:
         if a is IDENTITY or b is UNREAD:
             return b
         return a if b is IDENTITY else self._combine(a, b)

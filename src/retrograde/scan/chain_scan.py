@@ -230,7 +230,7 @@ def _needed(steps: list[LayerCall], input_wanted: bool) -> tuple[list[LayerCall]
     return (steps[trained.index(True) :], False) if any(trained) else (steps, True)
 
 
-def _check_call(layers: Sequence[nn.Module], input: Any) -> None:
+def _check_call(layers: Sequence[nn.Module], input: object) -> None:
     if not isinstance(input, Tensor) or input.dtype not in (torch.float32, torch.float64):
         given = input.dtype if isinstance(input, Tensor) else type(input).__name__
         raise ScanError(

@@ -79,7 +79,7 @@ def combine(a: Any, b: Any) -> Any:
     return UNREAD if b is UNREAD else b @ a
 
 
-def flops(a: Any, b: Any) -> int:
+def flops(a: object, b: object) -> int:
     """Return the FLOPs of a ⊙ b = b·a, all of the batch; 0 with ``IDENTITY``, or if unknown.
 
     Example:
@@ -146,7 +146,7 @@ class Vector:
         _broadcast(self, other, self.shape[:-1], other.shape[:-1])
         return Vector(self.data + other.data)
 
-    def __matmul__(self, other: Any) -> Any:
+    def __matmul__(self, other: object) -> Any:
         raise ScanError(
             f"{_name(self)} cannot be applied to {_name(other)}: expected the only Vector at the "
             "first position, and operators after it"
@@ -173,7 +173,7 @@ class Dense:
         """(…, m, k)."""
         return tuple(self.data.shape)
 
-    def __matmul__(self, other: Any) -> Any:
+    def __matmul__(self, other: object) -> Any:
         if not isinstance(other, _TENSORS):
             return NotImplemented
         check_product(self, other)
@@ -183,7 +183,7 @@ class Dense:
             return Dense(self.data @ other.data)
         return Dense(self.data * other.data[..., None, :])
 
-    def flops(self, other: Any) -> int | None:
+    def flops(self, other: object) -> int | None:
         if not isinstance(other, _TENSORS):
             return None
         once = 1 if isinstance(other, Diagonal) else 2 * _columns(other)
@@ -210,7 +210,7 @@ class Diagonal:
         """(…, n, n)."""
         return (*self.data.shape, self.data.shape[-1])
 
-    def __matmul__(self, other: Any) -> Any:
+    def __matmul__(self, other: object) -> Any:
         if not isinstance(other, _TENSORS):
             return NotImplemented
         check_product(self, other)
@@ -218,7 +218,7 @@ class Diagonal:
             return Dense(self.data[..., None] * other.data)
         return type(other)(self.data * other.data)
 
-    def flops(self, other: Any) -> int | None:
+    def flops(self, other: object) -> int | None:
         if not isinstance(other, _TENSORS):
             return None
         return _columns(other) * self.shape[-1] * prod(check_product(self, other))
@@ -270,7 +270,7 @@ class Affine:
         shape: Shape = self.jacobian.shape
         return shape
 
-    def __matmul__(self, other: Any) -> Any:
+    def __matmul__(self, other: object) -> Any:
         match other:
             case Vector():
                 return self.offset + combine(other, self.jacobian)
@@ -278,10 +278,10 @@ class Affine:
                 return Affine(combine(jacobian, self.jacobian), self @ offset)
         return Affine(combine(other, self.jacobian), self.offset)
 
-    def __rmatmul__(self, other: Any) -> Any:
+    def __rmatmul__(self, other: object) -> Any:
         return Affine(combine(self.jacobian, other), combine(self.offset, other))
 
-    def flops(self, other: Any) -> int:
+    def flops(self, other: object) -> int:
         match other:
             case Vector():
                 batches = self.offset.shape[:-1], self.shape[:-2], other.shape[:-1]
@@ -291,11 +291,11 @@ class Affine:
                 return flops(jacobian, self.jacobian) + self.flops(offset)
         return flops(other, self.jacobian)
 
-    def rflops(self, other: Any) -> int:
+    def rflops(self, other: object) -> int:
         return flops(self.jacobian, other) + flops(self.offset, other)
 
 
-def _name(element: Any) -> str:
+def _name(element: object) -> str:
     """Return a name such as ``Dense 3×5``."""
     shape = "×".join(map(str, getattr(element, "shape", ())))
     return f"{type(element).__name__} {shape}".rstrip()
@@ -309,7 +309,7 @@ def _check_dimensions(element: Vector | Dense | Diagonal, least: int, expected: 
         )
 
 
-def _broadcast(left: Any, right: Any, one: Shape, other: Shape) -> Shape:
+def _broadcast(left: object, right: object, one: Shape, other: Shape) -> Shape:
     # A shortcut for equal batches, since this runs for every product.
     if one == other or not other:
         return one

@@ -139,7 +139,7 @@ class Report:
         return aligned(rows, left=(0, 6))
 
 
-def _operand(element: Any) -> Operand:
+def _operand(element: object) -> Operand:
     return Operand(type(element).__name__, tuple(getattr(element, "shape", ())))
 
 

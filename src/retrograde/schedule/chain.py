@@ -173,7 +173,7 @@ class Chain:
         return aligned(rows)
 
 
-def _entry(name: str, k: int | None, value: Any) -> Any:
+def _entry(name: str, k: int | None, value: object) -> Any:
     """Check one entry of a column, and return it in the type that the chain keeps."""
     where = name if k is None else f"{name}[{k}]"
     if name == "names":

@@ -271,7 +271,7 @@ def _is_whole(value: object) -> bool:
     return type(value) is int and value >= 1
 
 
-def _units(document: Any) -> Units | Chain:
+def _units(document: object) -> Units | Chain:
     if not isinstance(document, dict):
         fail("schedule", f"'units' is {document!r}: expected an object")
     if document.keys() == {"chain"}:

@@ -24,7 +24,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, overload
+from typing import overload
 
 import torch
 from torch import nn
@@ -124,14 +124,14 @@ class Division:
 
 
 @overload
-def budget(model: nn.Module, memory: None, sample: Any = None) -> None: ...
+def budget(model: nn.Module, memory: None, sample: object = None) -> None: ...
 
 
 @overload
-def budget(model: nn.Module, memory: Memory, sample: Any) -> Division: ...
+def budget(model: nn.Module, memory: Memory, sample: object) -> Division: ...
 
 
-def budget(model: nn.Module, memory: Memory | None, sample: Any = None) -> Division | None:
+def budget(model: nn.Module, memory: Memory | None, sample: object = None) -> Division | None:
     """Divide one memory budget among the recurrent modules and layers of a model.
 
     Every ``torch.nn.RNN``, ``GRU`` and ``LSTM`` in the model, at any depth, becomes the module of
@@ -184,7 +184,7 @@ def budget(model: nn.Module, memory: Memory | None, sample: Any = None) -> Divis
         return _divided(model, memory, sample)
 
 
-def _divided(model: nn.Module, memory: Memory, sample: Any) -> Division:
+def _divided(model: nn.Module, memory: Memory, sample: object) -> Division:
     """Give the parts of a model their shares."""
     order = called_in_turn(model, sample)
     refused = order.refusals()
@@ -221,7 +221,12 @@ class _Kept:
     """
 
     def __init__(
-        self, model: nn.Module, sample: Any, fill: float | None, needs: Sequence[Watched], held: int
+        self,
+        model: nn.Module,
+        sample: object,
+        fill: float | None,
+        needs: Sequence[Watched],
+        held: int,
     ) -> None:
         self.model, self.sample, self.fill, self.needs = model, sample, fill, needs
         self.ordinary = sum(one.used(one.ordinary_bytes) for one in needs)
@@ -302,7 +307,7 @@ def _unless_refused(model: nn.Module) -> Iterator[None]:
         raise
 
 
-def _check(model: nn.Module, sample: Any) -> None:
+def _check(model: nn.Module, sample: object) -> None:
     if not isinstance(model, nn.Module):
         raise NotExactError(f"got a {type(model).__name__}: expected a torch.nn.Module")
     held = [*model.parameters(), *model.buffers()]
@@ -319,7 +324,7 @@ def _check(model: nn.Module, sample: Any) -> None:
 
 
 def _watched(
-    model: nn.Module, sample: Any, order: CallOrder, refused: dict[str, str]
+    model: nn.Module, sample: object, order: CallOrder, refused: dict[str, str]
 ) -> tuple[list[Watched], int, int]:
     """Run the model on the sample. Return its parts with their calls and sizes, and the bytes that
     the rest of it holds. The last result is those of parts for which a budget would gain nothing.

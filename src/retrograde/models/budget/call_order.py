@@ -108,7 +108,7 @@ def noted(model: nn.Module) -> Iterator[ModuleCall]:
         found: int = known.setdefault(t, {}).setdefault(at, next(count))
         return found
 
-    def before(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def before(module: nn.Module, args: object, kwargs: dict[str, Any]) -> None:
         call = ModuleCall(names[id(module)], module, _in_checkpoint())
         stack[-1][0].inside.append(call)
         stack.append((call, _Begun(args, kwargs)))

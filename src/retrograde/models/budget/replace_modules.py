@@ -105,7 +105,7 @@ def _class_for(module: nn.RNNBase) -> type[BudgetedRNN]:
     )
 
 
-def as_if_recorded(outputs: Any, given: Sequence[Tensor]) -> Any:
+def as_if_recorded(outputs: object, given: Sequence[Tensor]) -> Any:
     """Return outputs that require a gradient as recorded ones do; they may be written to."""
     if isinstance(outputs, PackedSequence):
         return outputs._replace(data=as_if_recorded(outputs.data, given))

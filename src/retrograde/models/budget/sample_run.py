@@ -32,7 +32,7 @@ from retrograde.sizes.ordinary import expanded
 from retrograde.torch_private import flat_weights, run_backward
 
 
-def called_in_turn(model: nn.Module, sample: Any) -> CallOrder:
+def called_in_turn(model: nn.Module, sample: object) -> CallOrder:
     """Return the calls of a model on a sample, with its preferred runs; none if it raises."""
     model = getattr(model, "_orig_mod", model)  # if it is compiled
     try:
@@ -48,7 +48,7 @@ def called_in_turn(model: nn.Module, sample: Any) -> CallOrder:
     return order
 
 
-def _noted(model: nn.Module, sample: Any, fill: float | None = None) -> tuple[CallOrder, bool]:
+def _noted(model: nn.Module, sample: object, fill: float | None = None) -> tuple[CallOrder, bool]:
     """Return the calls of a model on a sample, and whether it draws numbers by which it may decide.
     These are as near to ``fill`` as they can be, if that is given."""
     with released(model), untouched(model), _eager():
@@ -75,7 +75,7 @@ def _eager() -> Iterator[None]:
             yield
 
 
-def run_model(model: nn.Module, sample: Any) -> Any:
+def run_model(model: nn.Module, sample: object) -> Any:
     """Call a model on a sample: a tuple is its arguments, a dict its keyword arguments."""
     try:
         if isinstance(sample, dict):
@@ -98,7 +98,7 @@ _GIVEN: dict[type, str] = {
 
 def what_is_elsewhere(
     model: nn.Module,
-    sample: Any,
+    sample: object,
     parts: Sequence[LayerRun | WatchedModule],
     fill: float | None = None,
 ) -> RestOfModel:
@@ -117,7 +117,7 @@ def what_is_elsewhere(
     return elsewhere
 
 
-def bytes_of_a_pass(model: nn.Module, sample: Any, fill: float | None) -> int:
+def bytes_of_a_pass(model: nn.Module, sample: object, fill: float | None) -> int:
     """Return the working bytes of a pass, which draws ``fill`` if it is given; 0 if it raises."""
     own = [p for p in model.parameters() if p.requires_grad]
     wanted = [*own, *(t for t in tensors_in(sample) if t.requires_grad)]

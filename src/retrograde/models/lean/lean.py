@@ -131,12 +131,12 @@ def _why_not() -> str | None:
     return "another lean pass runs" if nested else "hooks of the caller's save its tensors"
 
 
-def _begin(module: nn.Module, args: Any) -> None:
+def _begin(module: nn.Module, args: object) -> None:
     if not torch.compiler.is_compiling():
         _running.passes = [*getattr(_running, "passes", []), (module, Lean().__enter__())]
 
 
-def _end(module: nn.Module, args: Any, result: Any) -> None:
+def _end(module: nn.Module, args: object, result: object) -> None:
     if not torch.compiler.is_compiling():
         passes = getattr(_running, "passes", [])
         if passes and passes[-1][0] is module:  # else an earlier hook failed, and none began

@@ -178,7 +178,7 @@ class Box:
             compare()
 
 
-def _raise_if_unequal(found: Any, expected: Any, name: str, size: torch.Size) -> None:
+def _raise_if_unequal(found: object, expected: object, name: str, size: torch.Size) -> None:
     if found != expected:
         raise RetrogradeError(
             f"the result of {name}, of sizes {list(size)}, was let go and computed again, and its "
@@ -351,7 +351,7 @@ class Search:
         return box.is_current()
 
 
-def _kinds(arg: Any) -> list[torch.dtype]:
+def _kinds(arg: object) -> list[torch.dtype]:
     """Return the types of the tensors in an argument that have dimensions."""
     if type(arg) is list:
         return [kind for one in arg for kind in _kinds(one)]
@@ -376,7 +376,7 @@ def _copied(arg: Any) -> Any:
     return Versioned(arg.open().clone(), 0) if is_there else arg
 
 
-def _signed(value: Any) -> Any:
+def _signed(value: object) -> Any:
     """Return an attribute whose negative numbers torch shows as unsigned."""
     if isinstance(value, tuple):
         return tuple(map(_signed, value))

@@ -182,7 +182,7 @@ class LeanTape(TorchFunctionMode):
             node.metadata[CHANGED] = True
             self._take_back(self._box_of(base.untyped_storage()) if _large(base) else None)
 
-    def note_noise(self, node: Any, p: float) -> None:
+    def note_noise(self, node: object, p: float) -> None:
         """Let go the noise of a dropout, zeros and one other number: a mask of bits is enough."""
         saved = raw_saved(node, "other").data
         box = saved.box if type(saved) is Packed else None
@@ -211,7 +211,7 @@ class LeanTape(TorchFunctionMode):
         box = at() if at is not None else None
         return box if box is not None and box.storage() is storage else None
 
-    def _let_go(self, box: Box, node: Any, base: Tensor, grad_is_to_come: bool) -> bool:
+    def _let_go(self, box: Box, node: object, base: Tensor, grad_is_to_come: bool) -> bool:
         """Keep the recipe of a value instead of it, if the rules allow that."""
         whole = base.numel() * base.itemsize == box.nbytes
         if not whole or not self._is_followed(box.version, node):

@@ -67,7 +67,7 @@ def unflatten(leaves: Sequence[Any], spec: pytree.TreeSpec | None) -> tuple[Any,
     return args, kwargs
 
 
-def tensors_in(value: Any) -> list[Tensor]:
+def tensors_in(value: object) -> list[Tensor]:
     """Return the tensors in a pytree."""
     if isinstance(value, Tensor):
         return [value]
@@ -101,7 +101,7 @@ class ResultBytes(TorchDispatchMode):
 _BY_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
 
-def made_by(result: Any, given: Any) -> list[Tensor | None]:
+def made_by(result: object, given: object) -> list[Tensor | None]:
     """Return the tensors of a result; None for one that lies in memory of what was given."""
     theirs = {t.untyped_storage().data_ptr() for t in tensors_in(given)}
     return [t if t.untyped_storage().data_ptr() not in theirs else None for t in tensors_in(result)]

@@ -172,7 +172,7 @@ class JointPlan:
         open_row, now = getattr(self._running, "open", (None, None))
         return open_row is row and now is not None and now.next <= number
 
-    def end(self, result: Any) -> None:
+    def end(self, result: object) -> None:
         """End a row, of whose last call this is the result.
 
         Raises:
@@ -254,7 +254,7 @@ class _Graph:
     over = False
 
     @classmethod
-    def of(cls, result: Any) -> "ref[_Graph]":
+    def of(cls, result: object) -> "ref[_Graph]":
         graph = cls()
         node = next((t.grad_fn for t in tensors_in(result) if t.grad_fn is not None), None)
         if node is not None:

@@ -131,7 +131,7 @@ class Installed(RowForward):
         rows = [row for row in self.rows if row.is_installed()]
         return self.module, rows, self.layers, self.children
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         self.__init__(*state)  # type: ignore[misc]
 
 
@@ -285,7 +285,7 @@ class LayerRun:
             tensors_in([one.value for x, one in held if id(x) not in ours and not self._is_made(x)])
         )
 
-    def _is_made(self, x: Any) -> bool:
+    def _is_made(self, x: object) -> bool:
         """Return whether a row made a tensor, in the run on the sample."""
         return x is not None and any(x is t() for row in {*self.events} for t in row.results)
 

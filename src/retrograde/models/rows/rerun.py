@@ -375,7 +375,7 @@ class RunningPlan:
         if before is not None and before.context is self.context and before.waits:
             raise NotExactError(_SECOND.format(unit.name))
 
-    def _waits(self, result: Any) -> None:
+    def _waits(self, result: object) -> None:
         """Note whether the last result of a pass waits for a gradient. Its graph holds this row."""
         node = next((t.grad_fn for t in tensors_in(result) if t.grad_fn is not None), None)
         if node is not None:

@@ -36,7 +36,7 @@ class RerunArgument:
     attributes: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, leaf: Any) -> "RerunArgument":
+    def of(cls, leaf: object) -> "RerunArgument":
         if not isinstance(leaf, Tensor):
             return cls(leaf)
         is_itself = not leaf.requires_grad or isinstance(leaf, nn.Parameter)

@@ -69,11 +69,11 @@ class RestOfModel(TorchFunctionMode):
         self.hold(t := t.detach())  # as an output of its own node it would keep that node alive
         return t
 
-    def hold(self, tensors: Any) -> None:
+    def hold(self, tensors: object) -> None:
         """Note tensors that are held until the backward pass."""
         self._saved += map(ref, _tensors(tensors))
 
-    def begin(self, given: Any, *, counts: bool) -> int:
+    def begin(self, given: object, *, counts: bool) -> int:
         """Note that a call begins. It holds what it is given, and may count that as its own. Return
         its number."""
         now = len(self._begins)
@@ -86,7 +86,7 @@ class RestOfModel(TorchFunctionMode):
         self._begins.append(next_node())
         return now
 
-    def end(self, result: Any) -> None:
+    def end(self, result: object) -> None:
         """Note the end of a call. What it returns is its own from now on."""
         self._ends.append(next_node())
         nodes = [t.grad_fn and (number_of(t.grad_fn), t.output_nr) for t in _tensors(result)]
@@ -94,7 +94,7 @@ class RestOfModel(TorchFunctionMode):
         for one, _ in self._results[-1]:
             one.close(len(self._ends), math.inf)
 
-    def finish(self, apart: Any, results: Any) -> None:
+    def finish(self, apart: object, results: object) -> None:
         """Sum up what was held, but for memory of ``apart`` and of ``results``."""
         known = {_key(t) for t in _tensors((apart, results))}
         alive = (t.untyped_storage() for one in self._saved if (t := one()) is not None)
@@ -117,7 +117,7 @@ class RestOfModel(TorchFunctionMode):
         (saved, forward, stays), backward = self._sums, _most(self._waiting(rows))
         return saved + max(forward, stays + backward)
 
-    def _note(self, result: Any) -> list[_Memory]:
+    def _note(self, result: object) -> list[_Memory]:
         """Return the memory of tensors that are there from now on."""
         found = []
         for t in _tensors(result):
@@ -132,7 +132,7 @@ class RestOfModel(TorchFunctionMode):
         return found
 
     def _forgets(self, key: int, one: _Memory, tensor: int) -> Any:
-        def forget(_: Any) -> None:
+        def forget(_: object) -> None:
             one.tensors.pop(tensor, None)
             if not one.tensors:
                 one.left = len(self._begins)
@@ -289,7 +289,7 @@ def filling(fill: float | None) -> Iterator[None]:
         np.random.set_state(before[1])
 
 
-def _tensors(value: Any) -> Iterable[Tensor]:
+def _tensors(value: object) -> Iterable[Tensor]:
     """Return tensors, but for sparse ones and those that a transform wraps."""
     leaves = (t for t in pytree.tree_leaves(value) if isinstance(t, Tensor))
     return [t for t in leaves if t.layout is torch.strided and not is_wrapped(t)]

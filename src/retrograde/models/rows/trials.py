@@ -194,7 +194,7 @@ _LEAVES = (
 )
 
 
-def _computed_names(attributes: Any) -> set[str]:
+def _computed_names(attributes: object) -> set[str]:
     """Return the names of weights that torch's hooks compute before each call, as pruning does."""
     hooks = attributes.get("_forward_pre_hooks", {}) if isinstance(attributes, dict) else {}
     options = (vars(hook).values() for hook in hooks.values() if hasattr(hook, "__dict__"))
@@ -276,7 +276,7 @@ def architecture_key(parts: Sequence[nn.Module]) -> Hashable:
     return tuple(found)
 
 
-def _is_simple(value: Any) -> bool:
+def _is_simple(value: object) -> bool:
     """Return whether an option's text says all of it; a function of torch's is one object."""
     torchs = callable(value) and str(getattr(value, "__module__", "")).startswith("torch.")
     return torchs or isinstance(value, bool | int | float | str | tuple | None)

@@ -87,7 +87,7 @@ def matrix_of(path: Path, make: Maker) -> Any:
     return reduce(add if path.added else matmul, parts)
 
 
-def apply_path(path: Path, make: Maker, gradient: Any) -> Any:
+def apply_path(path: Path, make: Maker, gradient: object) -> Any:
     """Return the Jacobian times a gradient, without computing the Jacobian."""
     if isinstance(path, LayerJacobian):
         return gradient if path.values is None else make(path) @ gradient
@@ -184,7 +184,7 @@ def _check_apart(layer: nn.Module) -> None:
     )
 
 
-def _check_output(layer: nn.Module, x: Tensor, y: Any) -> None:
+def _check_output(layer: nn.Module, x: Tensor, y: object) -> None:
     name = type(layer).__name__
     if not isinstance(y, Tensor):
         raise ScanError(f"{name} returned a {type(y).__name__}: expected one tensor")

@@ -95,7 +95,7 @@ class CSR:
         """Return the Jacobian of some samples; all of it where the samples share it."""
         return self if self.data.ndim == 1 else CSR(self.pattern, self.data[which])
 
-    def __matmul__(self, other: Any) -> Any:
+    def __matmul__(self, other: object) -> Any:
         match other:
             case Vector(data):
                 check_product(self, other)
@@ -109,7 +109,7 @@ class CSR:
                 return self @ _sparse(other)
         return NotImplemented
 
-    def __rmatmul__(self, other: Any) -> Any:
+    def __rmatmul__(self, other: object) -> Any:
         return _sparse(other) @ self if isinstance(other, Dense | Diagonal) else NotImplemented
 
     def __add__(self, other: "CSR") -> "CSR":
@@ -120,7 +120,7 @@ class CSR:
             found[..., torch.from_numpy(places).to(found.device)] += values
         return CSR(both, found)
 
-    def flops(self, other: Any) -> int | None:
+    def flops(self, other: object) -> int | None:
         match other:
             case Vector():
                 return self.pattern.flops * prod(check_product(self, other))
@@ -131,7 +131,7 @@ class CSR:
                 return self.flops(_sparse(other))
         return None
 
-    def rflops(self, other: Any) -> int | None:
+    def rflops(self, other: object) -> int | None:
         return _sparse(other).flops(self) if isinstance(other, Dense | Diagonal) else None
 
 

@@ -178,20 +178,20 @@ class Route:
     def matrix(self) -> Any:
         return matrix_of(self._path, self._make)
 
-    def __matmul__(self, other: Any) -> Any:
+    def __matmul__(self, other: object) -> Any:
         if isinstance(other, Vector):
             return apply_path(self._path, self._make, other)
         return self.matrix @ (other.matrix if isinstance(other, Route) else other)
 
-    def __rmatmul__(self, other: Any) -> Any:
+    def __rmatmul__(self, other: object) -> Any:
         return other @ self.matrix
 
-    def flops(self, other: Any) -> int:
+    def flops(self, other: object) -> int:
         """Return the FLOPs of ``self @ other``, without those of computing the matrix."""
         if isinstance(other, Vector):
             pieces = (piece for piece in self._path.pieces() if piece.values is not None)
             return sum(flops(other, self._make(piece)) for piece in pieces)
         return flops(other.matrix if isinstance(other, Route) else other, self.matrix)
 
-    def rflops(self, other: Any) -> int:
+    def rflops(self, other: object) -> int:
         return flops(self.matrix, other)

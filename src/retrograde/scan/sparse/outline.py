@@ -66,7 +66,7 @@ class Outline:
         """(inputs, outputs)."""
         return self.pattern.shape
 
-    def __matmul__(self, other: Any) -> Any:
+    def __matmul__(self, other: object) -> Any:
         match other:
             case Vector(data):
                 return Vector(data.new_empty(self.pattern.shape[0]))
@@ -81,7 +81,7 @@ class Outline:
     def __add__(self, other: "Outline") -> "Outline":
         return self._noted(self.pattern.union(other.pattern)[0], other)
 
-    def flops(self, other: Any) -> int | None:
+    def flops(self, other: object) -> int | None:
         match other:
             case Vector():
                 return self.pattern.flops * self.samples

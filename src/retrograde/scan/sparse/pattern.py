@@ -185,7 +185,7 @@ class Pattern(OnDevices):
     def __reduce__(self) -> tuple[Any, ...]:
         return Pattern, self.factors  # plans are not sent
 
-    def __deepcopy__(self, memo: Any) -> "Pattern":
+    def __deepcopy__(self, memo: object) -> "Pattern":
         return self  # patterns are immutable
 
     def __str__(self) -> str:

@@ -172,7 +172,7 @@ def _average_pool(layer: Any, x: Tensor, y: Tensor) -> LayerJacobian:
     return LayerJacobian(pattern, True, values, scratch=8)
 
 
-def _windows(layer: Any, x: Tensor, y: Tensor) -> Pattern:
+def _windows(layer: object, x: Tensor, y: Tensor) -> Pattern:
     """Return the windows of a pooling, adaptive if it has no kernel."""
     sizes, outputs, channels = tuple(x.shape[2:]), tuple(y.shape[2:]), x.shape[1]
     names = (
