@@ -357,9 +357,10 @@ def _watched(
         watched = WatchedRows.join(watched, elsewhere)
         joined = [time for one in watched if isinstance(one, WatchedRows) for time in one.times]
         held = elsewhere.held_bytes([time.numbers for time in joined])
-        without = [one for one in watched if one.useless]
+        useful = [one for one in watched if not one.useless] or watched  # else errors name a least
+        without = [one for one in watched if one not in useful]
         refused |= {one.name: _NO_USE for one in without}
-        watched = [one for one in watched if not one.useless]
+        watched = useful
         if not watched:
             raise NotExactError(_nothing(model, refused))
         return watched, held, sum(one.used(one.ordinary_bytes) for one in without)

@@ -163,6 +163,11 @@ class PassMeasurements:
         """Return the plan of a pass that was measured while it ran, as one group."""
         return (Part(0, len(self.sizes), 0, fastest(self.sizes, max(room, least(self.sizes)))),)
 
+    @property
+    def late_bytes(self) -> int:
+        """The least that such a pass takes, since it drops all of its calls."""
+        return peak_of(self.sizes, self.late_plan(0))
+
     @classmethod
     def of_rows(
         cls, kinds: Sequence["PassMeasurements"], waits: Sequence[OutputLifetime]

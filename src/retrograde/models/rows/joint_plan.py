@@ -185,7 +185,7 @@ class JointPlan:
         grown, self._running.grown = getattr(self._running, "grown", None), None
         if grown is not None:  # the next pass is planned anew, or refused
             kind, parts = now[at]
-            own = kind.least_bytes if parts is None else peak_of(kind.sizes, parts)
+            own = kind.late_bytes if parts is None else peak_of(kind.sizes, parts)
             if (need := self._before(now, at) + own) > self.memory:
                 warnings.warn(larger(grown, need, self.memory, kind), stacklevel=7)
             return
@@ -196,7 +196,7 @@ class JointPlan:
         """Note which kinds of input a pass had. Tell or refuse if it needs more than the budget. A
         pass that left rows out is not refused, since it cannot name what a whole one needs."""
         found, first = {k: one for k, (one, _) in now.items()}, _first(now)
-        late = {k: kind.least_bytes for k, (kind, parts) in now.items() if parts is None}
+        late = {k: kind.late_bytes for k, (kind, parts) in now.items() if parts is None}
         need, at = max(((self._before(now, k) + late[k], k) for k in late), default=(0, 0))
         known, _ = self._known.get(first, ({}, None))
         new, old = ({(k, id(one)) for k, one in each.items()} for each in (found, known))
