@@ -187,3 +187,16 @@ def test_recurrent_runs_them_too_with_samples_first():
     assert net.fit(x).forward_steps <= 2 * 70
     y.sum().backward()
     assert TorchCell(cell).is_a_layer(x.transpose(0, 1), [])
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.LSTM(8, 16), rg.GRU(8, 16, batch_first=True), nn.GRUCell(8, 16)]
+)
+def test_seconds_are_measured_beside_torchs_own(layer):
+    x, before = torch.randn(40, 4, 8), torch.get_rng_state()
+    found = rg.fit(layer, x, memory="50%")
+    assert 0 < found.seconds < 60
+    assert 0 < found.ordinary_seconds < 60
+    assert f"{found.seconds / found.ordinary_seconds:.2f} times the ordinary one's" in str(found)
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(p.grad is None for p in layer.parameters())

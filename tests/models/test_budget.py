@@ -688,3 +688,14 @@ def test_the_least_that_is_named_works_if_another_plan_takes_a_little_more(monke
     monkeypatch.setattr(budget_module, "bytes_of_a_pass", lambda *given: taken(*given) + 64)
     division = rg.budget(model, least, x)
     assert division.peak_bytes <= division.total_bytes + division.elsewhere_bytes
+
+
+def test_a_division_tells_how_much_slower_a_pass_is():
+    blocks = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(12)))
+    division = rg.budget(blocks, "30%", torch.randn(256, 64))
+    assert 0 < division.ordinary_seconds <= division.seconds
+    ratio = division.seconds / division.ordinary_seconds
+    assert f"{ratio:.2f} times ordinary ones'" in str(division)
+    division = rg.budget(nn.LSTM(8, 8), "30%", torch.randn(50, 2, 8))
+    assert division.seconds is division.ordinary_seconds is None
+    assert "times" not in str(division)

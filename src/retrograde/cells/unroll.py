@@ -31,7 +31,6 @@ from retrograde.replay.switches import autocast_as_now
 from retrograde.replay.trees import Structure, Tensors, flatten, flatten_inputs, flatten_state
 from retrograde.run.autograd import check_schedule, refuse_both, run_schedule, run_without_gradient
 from retrograde.run.autograd_core import run_ordinary
-from retrograde.run.core import Core
 from retrograde.run.layout import InBlocks, Inputs, Layout, Straight, check_length
 from retrograde.run.settled import Settled
 from retrograde.run.transforms import is_transformed, is_unreal, refuse_transforms, uncompiled
@@ -193,9 +192,9 @@ class CellCall:
             outputs, after = self._recorded(core, states)
         return outputs, core.output_spec, core.state_spec.unflatten(after)
 
-    def planned(self, cell: Cell, state: Any) -> tuple[Fit, tuple[Core, Inputs, Tensors] | None]:
-        """Return the plan for a cell and its initial state, and what it can be timed by: a core,
-        inputs and a state. A layer is not timed. Nothing is trained."""
+    def planned(self, cell: Cell, state: Any) -> tuple[Fit, Any]:
+        """Return the plan for a cell and its initial state, and what it can be timed by. That is a
+        core or a layer, with inputs and a state. Nothing is trained."""
         states, spec = flatten_state(state)
         with torch.enable_grad():
             layer, loops = self._layer(cell, state), self._fit_loops(cell, state)
@@ -207,12 +206,12 @@ class CellCall:
                 least = self.fit(core, states)[0].minimum_bytes
             except BudgetError as refusal:
                 least = refusal.minimum_bytes
-            if layer is not None:
-                fit = replace(layer[0].fit(self.tensors[0], layer[1]), ordinary_bytes=layer[2])
-            elif loops is not None:
-                fit = loops[0]
-            timed = None if loops is None else (loops[1], loops[1].held(self.tensors), loops[2])
-            return replace(fit, minimum_bytes=min(fit.minimum_bytes, least)), timed
+            runs: Any = layer and (layer[0], self.tensors[0], layer[1])
+            if loops is not None:
+                fit, runs = loops[0], (loops[1], loops[1].held(self.tensors), loops[2])
+            elif layer is not None:
+                fit = replace(layer[0].fit(*runs[1:]), ordinary_bytes=layer[2])
+            return replace(fit, minimum_bytes=min(fit.minimum_bytes, least)), runs
 
     def examine(self, cell: Cell, states: Tensors, spec: Structure) -> StepCore:
         """Return the core of a cell, tried on the first step."""

@@ -7,17 +7,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from retrograde.cells.any_recurrent import Recurrent
 from retrograde.cells.as_cell import as_cell
 from retrograde.cells.stateful import Stateful
 from retrograde.cells.unroll import CellCall, refuse_compiled
 from retrograde.errors import NotExactError
+from retrograde.machine import now
 from retrograde.models.budget.replace_modules import twin
+from retrograde.models.budget.sample_run import untouched
 from retrograde.models.chain_plans import ChainFit
+from retrograde.models.rows.arguments import tensors_in
 from retrograde.models.sequential import Sequential
 from retrograde.plan.fit import Fit
+from retrograde.recurrent.weights import last_weights, over_weights, stand_ins
+from retrograde.replay.surroundings import muted_hooks
 from retrograde.replay.trees import flatten_inputs
 from retrograde.run.layout import Straight, check_length
 from retrograde.run.states import shaped
@@ -26,6 +31,8 @@ from retrograde.sizes.timing import RangeTimes, time_steps
 from retrograde.units import Memory, parse_memory
 
 _REPEATS = 3  # timings of each kind of step
+_BYTES = 256 * 2**20  # of ordinary backpropagation, at most, which is timed on a part otherwise
+_ENOUGH = 0.5  # seconds of timing
 
 
 def fit(
@@ -52,8 +59,7 @@ def fit(
     Returns:
         A :class:`~retrograde.plan.fit.Fit`; for a chain a
         :class:`~retrograde.models.chain_plans.ChainFit`. ``seconds`` are predicted from timed steps
-        of a cell, or timed layers of a chain. For a recurrent module they are those of a nominal
-        machine.
+        of a cell, or timed layers of a chain. A recurrent module runs a few times for them.
 
     Raises:
         BudgetError: the budget is too small; the message names the smallest one that is enough.
@@ -71,7 +77,8 @@ def fit(
         (True, True)
     """
     parse_memory(memory)
-    inputs = shaped(inputs, cell)
+    if inputs is not (given := shaped(inputs, cell)):
+        inputs = given.normal_()
     if compile:
         refuse_compiled(stateful=stateful or None)
         if isinstance(cell, nn.RNNBase | nn.Sequential | Recurrent):
@@ -80,8 +87,7 @@ def fit(
                 "leave it out"
             )
     if isinstance(cell, nn.RNNBase) and not stateful:
-        plan = twin(cell)._fit_within(memory, inputs, state)
-        return replace(plan, seconds=1e-6 * plan.time)
+        return timed(twin(cell)._fit_within(memory, inputs, state), cell, inputs, state)
     if isinstance(cell, nn.Sequential) and not stateful:
         if state is not None:
             raise NotExactError(
@@ -100,11 +106,46 @@ def fit(
         call = CellCall(leaves, spec, layout, memory, None, compile)
         cell = as_cell(cell)
     with torch.enable_grad():
-        found, timed = call.planned(cell, state)
-        if timed is None:
-            return replace(found, seconds=1e-6 * found.time)
-        times = time_steps(*timed, _REPEATS)
-    return replace(found, seconds=iteration_seconds(found, times))
+        found, runs = call.planned(cell, state)
+        if isinstance(runs[0], nn.RNNBase):
+            return timed(found, *runs)
+        core, read, later = runs
+        times = time_steps(core, read, later, _REPEATS)
+    whole = times.record(1, len(call.steps)) + times.backward(1, len(call.steps))
+    return replace(found, seconds=iteration_seconds(found, times), ordinary_seconds=whole)
+
+
+def timed(found: Fit, module: nn.RNNBase, inputs: Any, state: Any) -> Fit:
+    """Return the plan of a recurrent module with its seconds, and those of torch's own kernels.
+
+    Both are measured. Where torch's own would take much memory, it runs on a part of the steps.
+    """
+    weights, own = stand_ins(last_weights(module)), twin(module)  # none is computed anew
+    ours, theirs = over_weights(own, weights, type(own)), over_weights(own, weights)
+    ours.memory = found.budget_bytes
+    share = min(1.0, _BYTES / found.ordinary_bytes)
+    part, of = inputs, 1.0
+    if share < 1 and isinstance(inputs, Tensor):
+        at = 1 if module.batch_first and inputs.dim() == 3 else 0
+        part = inputs.narrow(at, 0, max(1, int(share * inputs.shape[at])))
+        of = inputs.shape[at] / part.shape[at]
+    with untouched(module):
+        seconds = _iteration(ours, weights, inputs, state)
+        whole = of * _iteration(theirs, weights, part, state)
+    return replace(found, seconds=seconds, ordinary_seconds=whole)
+
+
+def _iteration(shell: Any, weights: Sequence[Tensor], inputs: Any, state: Any) -> float:
+    """Return the least seconds of a few iterations."""
+    wanted = [t for t in (*weights, *tensors_in((inputs, state))) if t.requires_grad]
+    found = list[float]()
+    with torch.enable_grad(), muted_hooks(wanted):
+        while len(found) < 2 or (len(found) <= _REPEATS and sum(found) < _ENOUGH):
+            start = now(wanted[0].device)
+            outputs = [t for t in tensors_in(shell.forward(inputs, state)) if t.requires_grad]
+            torch.autograd.grad(outputs, wanted, [*map(torch.ones_like, outputs)])
+            found.append(now(wanted[0].device) - start)
+    return min(found)
 
 
 def iteration_seconds(found: Fit, times: RangeTimes) -> float:

@@ -211,6 +211,7 @@ class Fit:
         node_bytes: about what autograd's nodes take of the process's memory, beside the peak, for
             the most steps of a cell that are recorded at one time. No budget counts them.
         seconds: the predicted seconds of an iteration, where they were asked for.
+        ordinary_seconds: those of ordinary backpropagation, likewise.
     """
 
     schedule: Schedule
@@ -226,14 +227,19 @@ class Fit:
     ordinary: bool
     node_bytes: int = 0
     seconds: float | None = None
+    ordinary_seconds: float | None = None
 
     def __str__(self) -> str:
+        time = ""
+        if self.seconds is not None and self.ordinary_seconds is not None:
+            ratio = self.seconds / self.ordinary_seconds
+            time = f": {self.seconds:.3g} s an iteration, {ratio:.2f} times the ordinary one's"
         nodes = f"about {format_bytes(self.node_bytes)} of autograd's own nodes come on top\n"
         return (
             f"{format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)} allowed; "
             f"ordinary backpropagation holds {format_bytes(self.ordinary_bytes)}, and "
             f"{format_bytes(self.minimum_bytes)} would do\n{nodes if self.node_bytes else ''}"
-            f"{self.forward_steps:,} steps run forward for {self.schedule.length:,}"
+            f"{self.forward_steps:,} steps run forward for {self.schedule.length:,}{time}"
         )
 
 

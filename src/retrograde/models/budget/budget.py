@@ -88,6 +88,9 @@ class Division:
             as measured; it is 0 if such a pass raises.
         rest_bytes: the peak of the rest of the model, if these modules never take more beside what
             it holds; 0 otherwise. No budget of theirs lowers it.
+        seconds: the predicted time of these modules in a pass both ways; None if some are recurrent
+            modules, whose times ``rg.fit`` tells.
+        ordinary_seconds: the same for ordinary backpropagation.
     """
 
     model: nn.Module = field(repr=False)
@@ -100,6 +103,8 @@ class Division:
     elsewhere_bytes: int = 0
     peak_bytes: int = 0
     rest_bytes: int = 0
+    seconds: float | None = None
+    ordinary_seconds: float | None = None
 
     def __str__(self) -> str:
         kind = type(self.model).__name__
@@ -118,6 +123,11 @@ class Division:
             told[0] += f"; a pass within the budget takes {format_bytes(self.peak_bytes)} in all"
         if self.rest_bytes:
             told.append(f"the rest of the model {_REST.format(format_bytes(self.rest_bytes))}")
+        if self.seconds and self.ordinary_seconds:
+            ratio = self.seconds / self.ordinary_seconds
+            told.append(
+                f"these modules take {self.seconds:.3g} s, {ratio:.2f} times ordinary ones'"
+            )
         told += [f"left as it was, with nothing to backpropagate: {names[n]}" for n in self.left]
         told += [f"left as it was: {name} {reason}" for name, reason in self.refused.items()]
         return "\n".join([aligned(rows), *told])
@@ -204,9 +214,11 @@ def _divided(model: nn.Module, memory: Memory, sample: object) -> Division:
     if most > total:
         raise BudgetError(_too_little(memory, total, most, ordinary, needs), most)
     left = tuple(one.name for one in watched if not one.calls)
+    known = [one.seconds for one in needs]
+    times = zip(*filter(None, known), strict=True) if None not in known else ((), ())
     return Division(
         model, kept.shares, left, total, least, ordinary, refused, kept.elsewhere,
-        kept.peak, kept.rest,
+        kept.peak, kept.rest, *(sum(each) or None for each in times),
     )  # fmt: skip
 
 

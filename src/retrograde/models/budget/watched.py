@@ -52,6 +52,7 @@ class Watched(ABC):
         self.calls: dict[Hashable, int] = {}
         self.sizes: dict[Hashable, tuple[int, int]] = {}
         self.held: dict[tuple[Hashable, int], int] = {}  # by kind and budget, between the passes
+        self.seconds: tuple[float, float] | None = None  # of a pass, within its part and without
 
     def watched(self) -> AbstractContextManager[None]:
         """Watch its calls within a block."""
@@ -218,6 +219,7 @@ class WatchedRow(Watched):
         joint_plan.memory, joint_plan.shares = part, [part]
         if len(self.kinds) == 1:
             joint_plan.knows({0: self.kinds[0]}, self.kinds[0])
+            self.seconds = self.kinds[0].seconds(part)
         return [(self, part)]
 
     @contextmanager
@@ -264,6 +266,7 @@ class WatchedRows(Watched):
         joint_plan = JointPlan([one.row.row for one in self.times], self.waits)
         joint_plan.memory, plan, start = part, self.all.plan(part), 0
         joint_plan.knows(dict(enumerate(self.kinds)), self.all)
+        self.seconds = self.all.seconds(part)
         smallest = sum(one.row.minimum_bytes for one in self.times)
         rest = max(1, sum(one.row.ordinary_bytes for one in self.times) - smallest)
         if part >= smallest:

@@ -31,6 +31,7 @@ from retrograde.plan.calls import (
     kept_whole,
     one_after_the_other,
     peak_of,
+    seconds_of,
 )
 from retrograde.run.core import raise_again
 from retrograde.run.transforms import is_unreal, refuse_sharded, refuse_transforms
@@ -141,6 +142,11 @@ class PassMeasurements:
     def least_bytes(self) -> int:
         """The smallest budget; asked once all calls are measured."""
         return min(self.ordinary_bytes, least(self.sizes))
+
+    def seconds(self, memory: int) -> tuple[float, float]:
+        """Return the predicted times of a pass both ways, within a budget and without one."""
+        ordinary = sum(size.forward_seconds + size.backward_seconds for size in self.sizes)
+        return ordinary + seconds_of(self.sizes, self.plan(memory)), ordinary
 
     def is_ordinary(self, plan: tuple[Part, ...]) -> bool:
         """Return whether a plan is what runs without a budget, which fills autocast's cache."""
