@@ -66,8 +66,8 @@ pictures: demo  ## README's pictures, from the demo's report
 numbers: $(STAMP)  ## the tables of README and docs, from what the benchmarks wrote
 	$(BIN)/python benchmarks/render_numbers.py
 
-docs: $(STAMP)  ## the documentation site, in build/site; a warning fails it
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+docs: $(STAMP)  ## the documentation site, in build/site; a warning fails it, which it would not with --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 check-install: $(STAMP)  ## whether the pinned versions and every extra resolve on other machines
 	@if echo pip | $(RESOLVE) --no-cache --no-deps - 2>&1 | grep -q 'Failed to fetch'; \

@@ -235,7 +235,7 @@ def front() -> str:
             f"and take {min(small):.0f} to {max(small):.0f}× in 10 %. Every call stayed within its "
             f"budget, and used {min(held):.0%} to {max(held):.0%} of it. For sequences of 300,000 "
             f'steps, `backward="scan"` is {min(times):.0f} to {max(times):.0f} times as fast as '
-            f"going back step by step; for 1,000 steps it takes {min(lags):.1f} to "
+            f"going back step by step. For 1,000 steps it takes {min(lags):.1f} to "
             f"{max(lags):.1f}× the time of cuDNN's backward pass ([all of it](docs/gpu.md)).\n"
         )
     return "".join(lines) or "On GPUs nothing is measured yet ([state](docs/gpu.md)).\n"

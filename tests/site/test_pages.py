@@ -97,9 +97,9 @@ def messages():
 
 
 def quoted():
-    """The beginnings that the page on troubleshooting quotes, each with its section's class."""
+    """The beginnings that the page on errors quotes, each with its section's class."""
     section = None
-    for line in (DOCS / "troubleshooting.md").read_text().splitlines():
+    for line in (DOCS / "reference_errors.md").read_text().splitlines():
         if line.startswith("## "):
             section = "RuntimeWarning" if line == "## Warnings" else line[3:]
         elif section and (match := re.match(r"\| `(.+?)` \|", line)):
@@ -145,6 +145,17 @@ def slug(heading):
 
 def prose(page):
     return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+MOST_WORDS = 1500  # of a page, code excepted
+LONG = {"gpu.md", "measured.md", "papers.md", "science.md", "reference_errors.md"}
+
+
+@pytest.mark.quick(99)
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_a_page_is_read_in_a_sitting(page):
+    assert page.name in LONG or len(prose(page).split()) <= MOST_WORDS
+    assert page.name != "README.md" or len(page.read_text().splitlines()) <= 100
 
 
 @pytest.mark.quick(99)
