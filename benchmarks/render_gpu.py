@@ -21,11 +21,11 @@ Row = dict[str, Any]
 
 def rendered(section: str, documents: list[Row], counted: list[Row]) -> str:
     """A section's tables. ``counted`` has its rows in order; a document's may be fewer."""
-    head, cells = TABLES[section]
-    told = []
+    (head, cells), told = TABLES[section], []
     for document in [one for one in documents if section in one["sections"]] or [{}]:
         found = {row["name"]: row for row in document.get("sections", {}).get(section, [])}
         rows = [[one["name"], *cells(found.get(one["name"], {}), one)] for one in counted]
+        rows = [[name, first or "not measured", *rest] for name, first, *rest in rows]
         machine = document.get("machine")
         where = (
             f"Measured on {machine['device']}, torch {machine['torch']}; *counted* is not measured."

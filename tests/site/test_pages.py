@@ -191,3 +191,18 @@ def test_the_page_for_wrong_addresses_leads_on():
     for page in re.findall(r"'(\w+)\.html' \| url", text):
         assert (DOCS / f"{page}.md").exists()
     assert "'index.html' | url" in text
+
+
+def test_every_statement_of_the_theorems_names_tests_that_exist():
+    text = (DOCS / "science.md").read_text()
+    rows = re.findall(
+        r"^\| (?!statement|---)(.*?) \| (.*?) \|$", text.split("## The model")[0], re.M
+    )
+    for statement in re.findall(r"\*\*((?:Theorem|Lemma|Proposition) \w+)", text):
+        assert any(row.startswith(f"{statement}:") for row, _ in rows), statement
+    for statement, cell in rows:
+        named = re.findall(r"`(test_\w+)`(?: in `([\w/.]+)`)?", cell)
+        assert named or cell == "those of theorem A", statement
+        for name, file in named:
+            path = ROOT / file if "/" in file else ROOT / "tests/plan" / (file or "test_science.py")
+            assert f"def {name}(" in path.read_text(), name
