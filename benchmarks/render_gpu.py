@@ -67,7 +67,7 @@ def backward(found: Row, counted: Row) -> list[str]:
     ways = found.get("ways", {})
     theirs = ways.get("torch", {})
     taken = theirs.get("backward_seconds")
-    first = theirs.get("error", "").split(". ")[0] or ("" if taken is None else time(1e3 * taken))
+    first = "cuDNN refuses" if "error" in theirs else "" if taken is None else time(1e3 * taken)
     cells = []
     for way in ("100%", "scan"):
         one = ways.get(way, {})
