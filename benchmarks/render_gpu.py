@@ -198,7 +198,7 @@ def tests() -> str:
         document = json.loads(path.read_text())
         sections = document["sections"]
         for row in (*sections.get("tests", []), *sections.get("drawn", [])):
-            told = row.get("result") or row["error"]
+            told = (row.get("result") or row["error"]).translate(dict.fromkeys(map(ord, "{}'")))
             lines.append(f"- {document['machine']['device']}: {told}\n")
     return "".join(lines) or "No card was at hand: the tests marked `gpu` were not run.\n"
 
