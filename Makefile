@@ -11,7 +11,7 @@ CHECK_PYTHON = @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) an
 RESOLVE := env $$(env | sed -n 's/^\(UV_[^=]*\)=.*/-u \1/p') \
 	$(BIN)/uv pip compile --quiet --no-config --system-certs
 
-.PHONY: demo pictures test test-every test-all test-oldest test-newest lint format numbers docs check-install wheel bench gpu clean
+.PHONY: demo pictures test test-every test-all test-oldest test-newest lint format numbers docs note check-install wheel bench gpu clean
 
 $(LIBRARY): pyproject.toml constraints.txt
 	$(CHECK_PYTHON)
@@ -66,8 +66,12 @@ pictures: demo  ## README's pictures, from the demo's report
 numbers: $(STAMP)  ## the tables of README and docs, from what the benchmarks wrote
 	$(BIN)/python benchmarks/render_numbers.py
 
-docs: $(STAMP)  ## the documentation site, in build/site; a warning fails it
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+docs: $(STAMP)  ## the documentation site, in build/site; a warning fails it, which it would not with --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+note: $(STAMP)  ## two pages on the theorems, build/note.pdf
+	$(INSTALL) typst
+	mkdir -p build && $(BIN)/python -c 'import typst; typst.compile("papers/note/note.typ", output="build/note.pdf")'
 
 check-install: $(STAMP)  ## whether the pinned versions and every extra resolve on other machines
 	@if echo pip | $(RESOLVE) --no-cache --no-deps - 2>&1 | grep -q 'Failed to fetch'; \

@@ -21,11 +21,11 @@ Row = dict[str, Any]
 
 def rendered(section: str, documents: list[Row], counted: list[Row]) -> str:
     """A section's tables. ``counted`` has its rows in order; a document's may be fewer."""
-    head, cells = TABLES[section]
-    told = []
+    (head, cells), told = TABLES[section], []
     for document in [one for one in documents if section in one["sections"]] or [{}]:
         found = {row["name"]: row for row in document.get("sections", {}).get(section, [])}
         rows = [[one["name"], *cells(found.get(one["name"], {}), one)] for one in counted]
+        rows = [[name, first or "not measured", *rest] for name, first, *rest in rows]
         machine = document.get("machine")
         where = (
             f"Measured on {machine['device']}, torch {machine['torch']}; *counted* is not measured."
@@ -67,7 +67,7 @@ def backward(found: Row, counted: Row) -> list[str]:
     ways = found.get("ways", {})
     theirs = ways.get("torch", {})
     taken = theirs.get("backward_seconds")
-    first = theirs.get("error", "").split(". ")[0] or ("" if taken is None else time(1e3 * taken))
+    first = "cuDNN refuses" if "error" in theirs else "" if taken is None else time(1e3 * taken)
     cells = []
     for way in ("100%", "scan"):
         one = ways.get(way, {})
@@ -198,7 +198,7 @@ def tests() -> str:
         document = json.loads(path.read_text())
         sections = document["sections"]
         for row in (*sections.get("tests", []), *sections.get("drawn", [])):
-            told = row.get("result") or row["error"]
+            told = (row.get("result") or row["error"]).translate(dict.fromkeys(map(ord, "{}'")))
             lines.append(f"- {document['machine']['device']}: {told}\n")
     return "".join(lines) or "No card was at hand: the tests marked `gpu` were not run.\n"
 
@@ -235,7 +235,7 @@ def front() -> str:
             f"and take {min(small):.0f} to {max(small):.0f}× in 10 %. Every call stayed within its "
             f"budget, and used {min(held):.0%} to {max(held):.0%} of it. For sequences of 300,000 "
             f'steps, `backward="scan"` is {min(times):.0f} to {max(times):.0f} times as fast as '
-            f"going back step by step; for 1,000 steps it takes {min(lags):.1f} to "
+            f"going back step by step. For 1,000 steps it takes {min(lags):.1f} to "
             f"{max(lags):.1f}× the time of cuDNN's backward pass ([all of it](docs/gpu.md)).\n"
         )
     return "".join(lines) or "On GPUs nothing is measured yet ([state](docs/gpu.md)).\n"

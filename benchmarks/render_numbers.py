@@ -179,9 +179,9 @@ def two_runs() -> str:
     found = results("two_runs_cpu")
     saved = [1 - row["unequal"] / row["equal"] for row in found["rows"]]
     return (
-        "Pieces of an LSTM that are longer the earlier they are need less memory for two runs of "
-        f"each step: by {min(saved):.0%} to {max(saved):.0%}, over the {len(saved)} LSTMs above in "
-        f"one direction. {source('two_runs_cpu')}\n"
+        "With pieces that are longer the earlier they are, an LSTM needs less memory for two runs "
+        f"of each step. The {len(saved)} LSTMs above in one direction save {min(saved):.0%} to "
+        f"{max(saved):.0%}. {source('two_runs_cpu')}\n"
     )
 
 
@@ -194,8 +194,8 @@ def without_avx512() -> str:
     )
     behind = sum(len(row["behind"]) for row in found["rows"])
     return (
-        f"On a processor without AVX-512 the mean is {mean} at {' / '.join(shares)}, and the worst "
-        f"{worst}; slower than `checkpoint` in its bytes: {behind}. "
+        f"Without AVX-512 the mean at {' / '.join(shares)} is {mean}, and the worst "
+        f"{worst}. Slower than `checkpoint` in its bytes: {behind}. "
         f"{source('recurrent_grid_avx2')}\n"
     )
 
@@ -315,9 +315,9 @@ def jax_scan() -> str:
     return (
         table(head, rows)
         + f"\nGiven the budget that nested segments hold, ours takes {worst:.2f} times their time "
-        f"at worst ({work}, {way}), {statistics.geometric_mean(n[0] for n in nested):.2f} in the "
-        f"mean; {sum(n[0] > 1.05 for n in nested)} of {len(nested)} are beyond 1.05. XLA reuses "
-        f"buffers differently, so all bytes are up to {more:.2f} times theirs. "
+        f"at worst ({work}, {way}). It is {statistics.geometric_mean(n[0] for n in nested):.2f} in "
+        f"the mean; {sum(n[0] > 1.05 for n in nested)} of {len(nested)} are beyond 1.05. XLA "
+        f"reuses buffers differently, so all bytes are up to {more:.2f} times theirs. "
         f"With as many checkpoints as equinox it takes {most:.2f} at worst ({where}, {what}), "
         f"{statistics.geometric_mean(n[0] for n in others):.2f} in the mean. An iteration takes at "
         f"most {over:.2f} of what its schedule's steps say ({place}, {share}). "
@@ -462,13 +462,13 @@ def sparse_jacobians() -> str:
         ours, theirs = (sum(p[k] for p in products) for k in ("plan_seconds", "scipy_seconds"))
         ratios = [p["ratio"] for p in products]
         told.append(
-            f"{f'{pruned:.0%} pruned' if pruned else 'not pruned'}, {samples} "
-            f"sample{'s' if samples > 1 else ''}: {theirs / ours:.1f} times as fast "
-            f"({min(ratios):.1f} to {max(ratios):.1f} each)"
+            f"At {pruned:.0%} pruned and {samples} sample{'s' if samples > 1 else ''} they are "
+            f"{theirs / ours:.1f} times as fast "
+            f"({min(ratios):.1f} to {max(ratios):.1f} each)."
         )
     return (
         f"{table(head, rows)}\nProducts by their plans are faster than `scipy.sparse`'s. "
-        f"{'; '.join(told).capitalize()}. {source('sparse_jacobians_cpu')}\n"
+        f"{' '.join(told)} {source('sparse_jacobians_cpu')}\n"
     )
 
 
@@ -498,7 +498,7 @@ def million_steps() -> str:
     return (
         f"An LSTM of {r['hidden']} units, batch {r['batch']}, over {r['length']:,} steps from a "
         f"memory-mapped file of {r['input_bytes'] / 1e9:.1f} GB, within {r['memory']} beside the "
-        f"parameters: {r['bptt_seconds']:.0f} s, where a plain forward pass takes "
+        f"parameters, takes {r['bptt_seconds']:.0f} s. A plain forward pass takes "
         f"{r['forward_seconds']:.1f} s. Every step is run {r['forward_steps_per_step']:.2f} times. "
         f"The exact peak, on {r['exact_steps']:,} steps in the same budget, is "
         f"{r['exact_peak_bytes'] / MIB:.2f} MiB. The resident set of the process grew by "
@@ -622,7 +622,7 @@ def lean_overhead() -> str:
         f"The tape takes {found['call_us']} µs for each function of torch that is called, and "
         f"{found['saved tensor_us']} µs for each saved tensor that is kept, counting both. A value "
         f"of 256 KiB that is dropped takes {found['let_go_us']} µs, computing it again included. "
-        f"20 layers of 64 units with 32 samples gain nothing and take "
+        f"Twenty layers of 64 units with 32 samples gain nothing and take "
         f"{found['tiny_layers_time']:.2f}× the time.\n"
     )
 

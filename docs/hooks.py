@@ -11,7 +11,9 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"\]\(\.\./([^)#\s]+)\)")
-AS_TEXT = {".py", ".toml", ".yml", ".sh"}  # which browsers would save rather than show
+AS_TEXT = {".py", ".toml", ".yml", ".sh", ".md"}  # neither saved by browsers nor pages
+# Who searches has a question first, and reads proofs and tables of figures later.
+BOOSTS = {"troubleshooting.md": 3, "papers.md": 0.3, "science.md": 0.3, "gpu.md": 0.5}
 
 
 def place(path):
@@ -36,6 +38,8 @@ def on_files(files, config):
 
 def on_page_markdown(markdown, page, **_):
     """A link to the repository becomes one to its copy; one that leads nowhere stays, and warns."""
+    if page.file.src_uri in BOOSTS:
+        page.meta["search"] = {"boost": BOOSTS[page.file.src_uri]}
 
     def to_copy(match):
         path = str(PurePosixPath(match[1]))

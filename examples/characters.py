@@ -5,16 +5,12 @@ Two ways take turns on the same batches, from the same weights:
 - ``full``: the gradient goes back through the whole sequence, and the LSTM keeps to ``--memory``;
 - ``windows``: the sequence is cut. The state goes on from window to window, the gradient does not.
 
-No data are needed: letters are made up. A letter begins with a name, called eight times, goes on
-with other words, and is signed with the initial. Nothing but the beginning tells which of the four
-it is. So ``windows`` guesses (25 % right, 2 bits), and ``full`` learns it.
+No data are needed: letters are made up. A letter begins with a name, and is signed with its initial
+at the end. So ``windows`` guesses (25 % right, 2 bits), and ``full`` learns it. Ctrl-C ends the
+iteration, saves, and says how to continue. A resumed run has the same bits.
 
     python examples/characters.py --memory 5% --report report
-    python examples/characters.py --resume --iterations 300 --report report
     python examples/characters.py --text book.txt --length 2000 --window 100
-
-Ctrl-C ends the iteration, saves, and says how to continue. A resumed run has the bits of one that
-did not stop, given the same machine, versions and threads.
 """
 
 import argparse
@@ -204,7 +200,7 @@ def compare(training: Training) -> dict[str, rg.Measurement[Any]]:
 
 
 def write_report(training: Training, folder: Path) -> str:
-    """Write ``report.md`` and its two pictures; return the table."""
+    """Write ``report.md``, its two pictures and a page that links all; return the table."""
     found = compare(training)
     what, fit, rows = training.task.what, training.fit, training.rows
     ax = Figure(figsize=(7, 3.6), layout="constrained").add_subplot()
@@ -221,14 +217,18 @@ def write_report(training: Training, folder: Path) -> str:
     ax.legend(frameon=False)
     figures.save(ax.figure, folder, "learning")
     curves = {way: figures.Curve(one.times, one.working) for way, one in found.items()}
-    figure = figures.draw_memory(curves["full"], fit.budget_bytes, curves.get("ordinary"))
-    figures.save(figure, folder, "memory")
+    memory = figures.draw_memory(curves["full"], fit.budget_bytes, curves.get("ordinary"))
+    figures.save(memory, folder, "memory")
     table = "\n".join(lines)
     text = f"""# {len(rows)} iterations, {what}\n\n{table}\n
 Bits and right answers are means over the last {LAST} iterations.\n
 ![Bits of each iteration](learning.png)\n
 ![Working memory of the LSTM in one iteration](memory.png)\n"""
     (folder / "report.md").write_text(text, encoding="utf-8")
+    files = sorted(path.name for path in folder.iterdir() if path.suffix != ".html")
+    links = "".join(f'<li><a href="{name}">{name}</a>' for name in files)
+    page = f"<!doctype html><meta charset=utf-8><pre>{table}</pre><ul>{links}</ul>"
+    (folder / "index.html").write_text(page, encoding="utf-8")
     return table
 
 
@@ -292,7 +292,7 @@ def main(arguments: list[str] | None = None) -> int:
     if pressed:
         print(f"stopped after {len(rows)} of {total}; continue with --resume --report {folder}")
         return 130
-    print(f"{write_report(training, folder)}\n\nwhat was learned: open {folder}/report.md")
+    print(f"{write_report(training, folder)}\n\nwhat was learned: open {folder}/index.html")
     return 0
 
 

@@ -1,6 +1,7 @@
 """The example that ``make demo`` runs: it learns, resumes bit for bit, and refuses bad input."""
 
 import importlib.util
+import re
 import signal
 import subprocess
 import sys
@@ -49,10 +50,13 @@ def refused(example, folder, *arguments, capsys):
 def test_it_trains_and_writes_a_report(example, tmp_path, capsys):
     saved = run(example, tmp_path / "deep" / "report", *SMALL, "--iterations", 3)
     assert len(saved["rows"]) == 3
-    assert f"open {tmp_path / 'deep' / 'report'}/report.md" in capsys.readouterr().out
+    assert f"open {tmp_path / 'deep' / 'report'}/index.html" in capsys.readouterr().out
     written = {path.name for path in (tmp_path / "deep" / "report").iterdir()}
     pictures = {f"{name}.{end}" for name in ("learning", "memory") for end in ("png", "svg")}
-    assert written == pictures | {"checkpoint.pt", "report.md"}
+    assert written == pictures | {"checkpoint.pt", "report.md", "index.html"}
+    page = (tmp_path / "deep" / "report" / "index.html").read_text()
+    linked = {*re.findall('(?:href|src)="(.*?)"', page)}
+    assert linked == written - {"index.html"}
     report = (tmp_path / "deep" / "report" / "report.md").read_text()
     assert "| windows |" in report
     assert "![Bits of each iteration](learning.png)" in report

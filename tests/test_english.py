@@ -1,4 +1,4 @@
-"""The code is in plain English: sentences of at most 25 words, and no riddles."""
+"""Code and pages are in plain English: sentences of at most 25 words, and no riddles."""
 
 import ast
 import io
@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parent.parent / "src" / "retrograde"
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "retrograde"
 MOST_WORDS = 25
 
 # Phrases that were habits here, and made sentences into riddles.
@@ -58,13 +59,18 @@ def texts(path):
         yield comment[0][0], "\n".join(text for _, text in comment)
 
 
+def too_long(paragraph):
+    for sentence in sentences(paragraph):
+        words = [word for word in sentence.split() if re.search(r"\w", word)]
+        if len(words) > MOST_WORDS:
+            yield f"{len(words)} words: {sentence}"
+
+
 def long_sentences(path):
     for line, text in texts(path):
         for paragraph in prose(text):
-            for sentence in sentences(paragraph):
-                words = [word for word in sentence.split() if re.search(r"\w", word)]
-                if len(words) > MOST_WORDS:
-                    yield f"{path.name}:{line}: {len(words)} words: {sentence}"
+            for told in too_long(paragraph):
+                yield f"{path.name}:{line}: {told}"
 
 
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -76,3 +82,27 @@ def test_sentences_are_short_and_no_riddles(path):
     folded = re.sub(r'(?:[\s#"]|\bf")+', " ", path.read_text())  # messages and comments on one line
     riddles = [folded[max(0, m.start() - 60) : m.end() + 60] for m in RIDDLES.finditer(folded)]
     assert not (found := [*long_sentences(path), *riddles]), "\n".join(found)
+
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def page_paragraphs(text):
+    """The paragraphs and list items of a page, without code, tables, headings and addresses."""
+    text = re.sub(r"^(```.*?^```$|    .*?$|:::.*?$)", "\n", text, flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"<!--.*?-->", "\n\n", text, flags=re.DOTALL).replace("*", "")
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"^(#.*|\|.*|<.*)$", "\n", text, flags=re.MULTILINE)
+    return [
+        " ".join(part.split()) for part in re.split(r"\n\s*\n|^(?:[-] |\d+\. )", text, flags=re.M)
+    ]
+
+
+@pytest.mark.quick(999)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_have_short_sentences_and_no_riddles(page):
+    paragraphs = page_paragraphs(page.read_text())
+    long = [told for paragraph in paragraphs for told in too_long(paragraph)]
+    folded = " ".join(paragraphs)
+    riddles = [folded[max(0, m.start() - 60) : m.end() + 60] for m in RIDDLES.finditer(folded)]
+    assert not (found := [*long, *riddles]), "\n".join(found)

@@ -1,10 +1,17 @@
-"""Every recipe runs, saves memory and gives the gradient that it started from."""
+"""Every recipe runs by itself, saves memory and gives the gradient that it started from."""
 
+import ast
 import importlib
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+import retrograde as rg
+from oracles.side_by_side import compare, compare_programs
 
 FOLDER = Path(__file__).parent.parent / "examples" / "recipes"
 ROUNDING = 1e-4  # of a float32 gradient, or of weights after some steps of Adam
@@ -22,8 +29,10 @@ QUICK = {
     "with_skorch": ({"steps": 150, "batches": 2}, ROUNDING),
     "spiking": ({"steps": 100}, 0),
     "rollout": ({"steps": 80}, ROUNDING),
+    "simulator": ({"steps": 200, "size": 24}, ROUNDING),
+    "state_space": ({"chunks": 32, "positions": 16}, ROUNDING),
     "library_model": ({"layers": 6, "length": 64}, 0),
-    "with_trainer": ({"layers": 2, "length": 64}, 0),
+    "with_trainer": ({"layers": 4, "length": 32}, 0),
     "with_equinox": ({"steps": 600}, ROUNDING),
     "with_flax": ({"steps": 200}, ROUNDING),
 }
@@ -38,6 +47,8 @@ LIBRARY = {
     "with_trainer": "transformers",
     "with_equinox": "equinox",
     "with_flax": "flax",
+    "from_checkpoint_schedules": "checkpoint_schedules",
+    "to_checkpoint_schedules": "checkpoint_schedules",
 }
 
 
@@ -47,12 +58,16 @@ def recipe(monkeypatch):
     monkeypatch.syspath_prepend(FOLDER)
 
     def load(name):
-        if name in LIBRARY:
-            reason = f"{name}.py needs {LIBRARY[name]}: pip install '.[recipes]'"
-            pytest.importorskip(LIBRARY[name], reason=reason)
+        skip_without_library(name)
         return importlib.import_module(name)
 
     return load
+
+
+def skip_without_library(name):
+    if name in LIBRARY:
+        reason = f"{name}.py needs {LIBRARY[name]}: pip install '.[recipes]'"
+        pytest.importorskip(LIBRARY[name], reason=reason)
 
 
 @pytest.mark.quick(1)
@@ -60,7 +75,8 @@ def recipe(monkeypatch):
 @pytest.mark.parametrize("name", QUICK)
 def test_a_recipe_saves_memory_and_keeps_the_gradient(name, recipe, capsys):
     sizes, tolerance = QUICK[name]
-    found = recipe(name).main(**sizes, rounds=1)
+    ways = recipe(name).ways(**sizes)
+    found = compare(ways, 1) if isinstance(ways, dict) else compare_programs(*ways, 1)
     assert found["after_bytes"] < found["before_bytes"]
     assert found["difference"] <= tolerance
     assert "of the memory is saved" in capsys.readouterr().out
@@ -68,19 +84,16 @@ def test_a_recipe_saves_memory_and_keeps_the_gradient(name, recipe, capsys):
 
 @pytest.mark.filterwarnings("ignore")
 def test_packed_batches_save_memory_and_keep_the_gradient(recipe):
-    found = recipe("padded").main(steps=120, packed=True, rounds=1)
+    found = compare(recipe("padded").ways(steps=120, packed=True), 1)
     assert found["after_bytes"] < found["before_bytes"]
     assert found["difference"] <= ROUNDING
 
 
-def test_under_autocast_the_gradient_is_nearer_to_float32_than_the_loops(recipe, monkeypatch):
-    padded, runs = recipe("padded"), []
-    monkeypatch.setattr(
-        padded, "compare", lambda *ways: runs.append([way() for _, way in ways[:2]])
+def test_under_autocast_the_gradient_is_nearer_to_float32_than_the_loops(recipe):
+    (loop, ours), (exact, _) = (
+        [way() for way in recipe("padded").ways(steps=120, dtype=dtype).values()]
+        for dtype in (torch.bfloat16, torch.float32)
     )
-    for dtype in (torch.bfloat16, torch.float32):
-        padded.main(steps=120, dtype=dtype)
-    (loop, ours), (exact, _) = runs
     for mine, theirs, right in zip(ours, loop, exact, strict=True):
         assert (mine - right).norm() < (theirs - right).norm()
         assert (mine - right).norm() < 0.02 * right.norm()
@@ -105,8 +118,39 @@ def test_a_recipe_is_short_and_hides_no_library(path):
     assert path.stem not in LIBRARY.values()  # the script's folder comes first on sys.path
 
 
+def imported(path):
+    """The packages that a file imports."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield (node.module or "").partition(".")[0]
+
+
+@pytest.mark.quick(99)
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda p: p.stem)
+def test_a_recipe_imports_nothing_that_lies_beside_it(path):
+    beside = {other.stem for other in (*FOLDER.glob("*.py"), *FOLDER.parent.glob("*.py"))}
+    assert not beside & {*imported(path)}
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("name", [p.stem for p in sorted(FOLDER.glob("*.py"))])
+def test_a_recipe_runs_alone_in_an_empty_folder(name, tmp_path):
+    skip_without_library(name)
+    text = (FOLDER / f"{name}.py").read_text()
+    if name == "truncated":
+        text = text.replace("seconds: float = 20.0", "seconds: float = 0.5")
+    (tmp_path / f"{name}.py").write_text(text)
+    done = subprocess.run(
+        [sys.executable, f"{name}.py"], cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(rg.__file__).parents[1])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip()
+
+
 def test_every_recipe_is_run():
     assert {path.stem for path in FOLDER.glob("*.py")} == {
-        *QUICK, "truncated", "compare", "compare_jax", "side_by_side",
-        "from_checkpoint_schedules", "to_checkpoint_schedules",
+        *QUICK, "truncated", "from_checkpoint_schedules", "to_checkpoint_schedules",
     }  # fmt: skip

@@ -204,5 +204,26 @@
     return list;
   }
 
-  root.plans = { cost, plenty, actions, withoutInput };
+  // What one layer takes in float32 on a CPU: bytes of ordinary backpropagation, of the outputs, and
+  // forward steps within a budget of bytes. Sizes are as measured; module.fit(shape) has the exact ones.
+  const LAYERS = { // numbers that torch holds for each unit and step; gates; numbers to keep a step
+    LSTM: { held: 20, gates: 4, kept: 5 },
+    GRU: { held: 10, gates: 3, kept: 0 },
+    RNN: { held: 2, gates: 1, kept: 0 },
+  };
+
+  function layer(kind, inputs, units, batch, steps, budget) {
+    const { held, gates, kept } = LAYERS[kind];
+    const row = 4 * batch * units, weights = 4 * gates * units * (inputs + units);
+    const working = kept ? 4 * weights + 50 * row : weights;
+    const again = kept ? steps - Math.floor((budget - working) / (kept * row)) : 0;
+    return {
+      ordinary: held * row * steps,
+      outputs: row * steps,
+      forward: steps + Math.min(steps, Math.max(0, again)),
+      near: budget < working,
+    };
+  }
+
+  root.plans = { cost, plenty, actions, withoutInput, layer };
 })(typeof globalThis === "undefined" ? window : globalThis);

@@ -7,12 +7,13 @@ the bytes that you name, which may be fewer than any number of segments takes.
     python examples/recipes/checkpoint.py
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
 import retrograde as rg
-from compare import compare
 
 
 def pyramid(width: int, blocks: int) -> list[nn.Module]:
@@ -27,8 +28,8 @@ def pyramid(width: int, blocks: int) -> list[nn.Module]:
     return [*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16 * width, 10)]
 
 
-def main(blocks: int = 4, segments: int = 16, rounds: int = 5) -> dict[str, float]:
-    """Compare evenly placed checkpoints with a schedule within 25 percent of all that is held."""
+def ways(blocks: int = 4, segments: int = 16) -> dict[str, Callable[[], list[Tensor]]]:
+    """Evenly placed checkpoints, and a schedule within 25 percent of all that is held."""
     torch.manual_seed(0)
     layers, images = pyramid(16, blocks), torch.randn(8, 3, 64, 64)
     net = rg.Sequential(*layers, memory="25%")
@@ -44,8 +45,10 @@ def main(blocks: int = 4, segments: int = 16, rounds: int = 5) -> dict[str, floa
     def after() -> list[Tensor]:
         return gradients(net(images))
 
-    return compare((f"{segments} checkpoints", before), ("rg.Sequential, 25%", after), rounds)
+    return {f"{segments} checkpoints": before, "rg.Sequential, 25%": after}
 
 
 if __name__ == "__main__":
-    main()
+    for name, way in ways().items():
+        way()  # a first call measures
+        print(f"{name}: {rg.measure(way)}")

@@ -7,18 +7,19 @@ that of float32. A packed batch goes to ``rg.LSTM`` as it is: padding takes no m
     python examples/recipes/padded.py
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import retrograde as rg
-from compare import compare
 
 
-def main(
-    steps: int = 400, packed: bool = False, dtype: torch.dtype = torch.bfloat16, rounds: int = 3
-) -> dict[str, float]:
-    """Compare a loop with a mask and ``rg.Recurrent``, or two LSTMs on a packed batch."""
+def ways(
+    steps: int = 400, packed: bool = False, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Callable[[], list[Tensor]]]:
+    """A loop with a mask and ``rg.Recurrent``, or two LSTMs on a packed batch."""
     torch.manual_seed(0)
     lengths = torch.linspace(steps // 6, steps, 12).long()  # of 12 sequences
     x, mask = torch.randn(steps, 12, 32), torch.arange(steps)[:, None] < lengths
@@ -47,12 +48,12 @@ def main(
         sequences = pack_padded_sequence(x, lengths, enforce_sorted=False)
         return gradients(pad_packed_sequence(module(sequences)[0])[0], module)
 
-    ways = [("loop with a mask", loop), ("rg.Recurrent, 10%", ours)]
     if packed:
-        ways = [("nn.LSTM", lambda: by_lstm(usual)), ("rg.LSTM, 10%", lambda: by_lstm(lstm))]
-    return compare(*ways, rounds)
+        return {"nn.LSTM": lambda: by_lstm(usual), "rg.LSTM, 10%": lambda: by_lstm(lstm)}
+    return {"loop with a mask": loop, "rg.Recurrent, 10%": ours}
 
 
 if __name__ == "__main__":
-    main()
-    main(packed=True)
+    for name, way in [*ways().items(), *ways(packed=True).items()]:
+        way()  # a first call measures
+        print(f"{name}: {rg.measure(way)}")

@@ -7,13 +7,14 @@ comes before ``prepare``, which may wrap the model.
     python examples/recipes/with_accelerate.py
 """
 
+from collections.abc import Callable
+
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import retrograde as rg
-from compare import compare
 
 
 class Tagger(nn.Module):
@@ -28,8 +29,8 @@ class Tagger(nn.Module):
         return self.head(self.decoder(self.encoder(x)[0])[0])
 
 
-def main(steps: int = 600, batches: int = 4, rounds: int = 3) -> dict[str, float]:
-    """Compare training for some batches, and the weights that come of it."""
+def ways(steps: int = 600, batches: int = 4) -> dict[str, Callable[[], list[Tensor]]]:
+    """Training for some batches, and the weights that come of it."""
     x = torch.randn(4 * batches, steps, 8, generator=torch.Generator().manual_seed(0))
     loader = DataLoader(TensorDataset(x, x.roll(3, 1)), batch_size=4)  # to repeat after 3 steps
 
@@ -48,8 +49,10 @@ def main(steps: int = 600, batches: int = 4, rounds: int = 3) -> dict[str, float
                 optimizer.zero_grad()
         return [p.detach() for p in model.parameters()]
 
-    return compare(("nn.GRU", lambda: weights(None)), ("10%", lambda: weights("10%")), rounds)
+    return {"nn.GRU": lambda: weights(None), "10%": lambda: weights("10%")}
 
 
 if __name__ == "__main__":
-    main()
+    for name, way in ways().items():
+        way()  # a first call measures
+        print(f"{name}: {rg.measure(way)}")

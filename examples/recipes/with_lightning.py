@@ -1,13 +1,14 @@
 """With Lightning: a budget inside a ``LightningModule``.
 
 ``rg.LSTM`` is a module like any other, so ``Trainer`` needs no setting. The budget limits what
-every training step holds. This file is not called ``lightning.py``, which would hide the library.
+every training step holds. This file is not called ``lightning.py``: that would hide the library.
 
     python examples/recipes/with_lightning.py
 """
 
 import logging
 import warnings
+from collections.abc import Callable
 
 import lightning
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import retrograde as rg
-from compare import compare
 
 
 class Tagger(lightning.LightningModule):
@@ -34,8 +34,8 @@ class Tagger(lightning.LightningModule):
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
 
-def main(steps: int = 800, batches: int = 4, rounds: int = 3) -> dict[str, float]:
-    """Compare training for some batches, and the weights that come of it."""
+def ways(steps: int = 800, batches: int = 4) -> dict[str, Callable[[], list[Tensor]]]:
+    """Training for some batches, and the weights that come of it."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", module="lightning")
     x = torch.randn(8 * batches, steps, 8, generator=torch.Generator().manual_seed(0))
@@ -45,14 +45,14 @@ def main(steps: int = 800, batches: int = 4, rounds: int = 3) -> dict[str, float
     def weights(memory: str | None) -> list[Tensor]:
         torch.manual_seed(0)
         model, quiet = Tagger(memory), {"enable_progress_bar": False, "enable_model_summary": False}
-        trainer = lightning.Trainer(
-            accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, **quiet
-        )
-        trainer.fit(model, loader)
+        asked = {"accelerator": "cpu", "max_epochs": 1, "logger": False, **quiet}
+        lightning.Trainer(enable_checkpointing=False, **asked).fit(model, loader)
         return [p.detach() for p in model.parameters()]
 
-    return compare(("memory=None", lambda: weights(None)), ("5%", lambda: weights("5%")), rounds)
+    return {"memory=None": lambda: weights(None), "5%": lambda: weights("5%")}
 
 
 if __name__ == "__main__":
-    main()
+    for name, way in ways().items():
+        way()  # a first call measures
+        print(f"{name}: {rg.measure(way)}")

@@ -6,12 +6,13 @@ a grid search may try several. No other line knows about it.
     python examples/recipes/with_skorch.py
 """
 
+from collections.abc import Callable
+
 import torch
 from skorch import NeuralNetClassifier
 from torch import Tensor, nn
 
 import retrograde as rg
-from compare import compare
 
 
 class Classifier(nn.Module):
@@ -26,8 +27,8 @@ class Classifier(nn.Module):
         return self.head(self.lstm(x)[0][:, -1])
 
 
-def main(steps: int = 600, batches: int = 4, rounds: int = 3) -> dict[str, float]:
-    """Compare fits with and without a budget, and the weights that come of them."""
+def ways(steps: int = 600, batches: int = 4) -> dict[str, Callable[[], list[Tensor]]]:
+    """Fits with and without a budget, and the weights that come of them."""
     torch.manual_seed(0)
     x = torch.randn(8 * batches, steps, 4)
     y = (x[:, -5:, 0].sum(1) > 0).long()  # whether the last five numbers are positive in sum
@@ -42,12 +43,13 @@ def main(steps: int = 600, batches: int = 4, rounds: int = 3) -> dict[str, float
         net.fit(x.numpy(), y.numpy())
         return [p.detach().clone() for p in net.module_.parameters()]
 
-    return compare(
-        ("module__memory=None", lambda: weights(None)),
-        ("module__memory='5%'", lambda: weights("5%")),
-        rounds,
-    )
+    return {
+        "module__memory=None": lambda: weights(None),
+        "module__memory='5%'": lambda: weights("5%"),
+    }
 
 
 if __name__ == "__main__":
-    main()
+    for name, way in ways().items():
+        way()  # a first call measures
+        print(f"{name}: {rg.measure(way)}")

@@ -1,9 +1,10 @@
 """The statements of docs/science.md, each by its own test; the page names them."""
 
 import importlib
+import random
 from fractions import Fraction
 from functools import cache
-from itertools import chain, combinations
+from itertools import chain, combinations, pairwise
 from math import ceil, comb
 from pathlib import Path
 
@@ -52,6 +53,36 @@ def test_the_closed_form_is_the_transform_of_omega(beta, wide):
             best = max(x * t - dual(levels, x, beta, wide) for x in grid)
             assert form.cost(t) == ceil(best)
             assert hull(form, t) >= best
+
+
+@pytest.mark.parametrize("beta", [1, 2, 3, 5])
+def test_omega_has_the_shape_of_lemma_1(beta):
+    grid = [Fraction(n, 12) for n in range(72)]
+    for levels in range(9):
+        omega = [dual(levels, x, beta, False) for x in grid]
+        slopes = [12 * (b - a) for a, b in pairwise(omega)]
+        assert slopes == sorted(slopes)
+        assert slopes[0] >= 0
+        assert all(dual(levels + 1, x, beta, False) >= dual(levels, x, beta, False) for x in grid)
+        assert omega[12:25] == [(x - 1) * (1 + levels // beta) for x in grid[12:25]]
+    for k in range(4):
+        edge = 1 + Fraction(1, beta * (k + 1))
+        block = range(k * beta + 1, (k + 1) * beta + 1)
+        around = edge - Fraction(1, 99), edge, edge + Fraction(1, 99), edge + 2
+        gains = [z - sum(dual(m, z, beta, False) for m in block) for z in around]
+        assert gains[0] > gains[1] == 0 > gains[2] > gains[3]
+
+
+@pytest.mark.parametrize("beta", [1, 2, 3, 5])
+def test_a_schedule_of_lemma_4_costs_no_less(beta):
+    drawn = random.Random(beta)
+    costs = [[0, *(Mixed(level, beta).cost(t) for t in range(1, 200))] for level in range(13)]
+    for _ in range(500):
+        levels = drawn.randrange(13)
+        k, u = drawn.randint(0, levels // beta), drawn.randint(1, 6)
+        parts = {level: drawn.randint(0, 9) for level in range(k * beta + 1, levels + 1)}
+        bound = u * (u + 1) // 2 + k + sum(y + costs[level][y] for level, y in parts.items())
+        assert costs[levels][u + k + sum(parts.values())] <= bound
 
 
 @pytest.mark.parametrize("beta", [1, 2, 3, 5])

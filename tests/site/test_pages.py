@@ -97,9 +97,9 @@ def messages():
 
 
 def quoted():
-    """The beginnings that the page on troubleshooting quotes, each with its section's class."""
+    """The beginnings that the page on errors quotes, each with its section's class."""
     section = None
-    for line in (DOCS / "troubleshooting.md").read_text().splitlines():
+    for line in (DOCS / "reference_errors.md").read_text().splitlines():
         if line.startswith("## "):
             section = "RuntimeWarning" if line == "## Warnings" else line[3:]
         elif section and (match := re.match(r"\| `(.+?)` \|", line)):
@@ -147,6 +147,17 @@ def prose(page):
     return re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
+MOST_WORDS = 1500  # of a page, code excepted
+LONG = {"gpu.md", "measured.md", "papers.md", "science.md", "reference_errors.md"}
+
+
+@pytest.mark.quick(99)
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_a_page_is_read_in_a_sitting(page):
+    assert page.name in LONG or len(prose(page).split()) <= MOST_WORDS
+    assert page.name != "README.md" or len(page.read_text().splitlines()) <= 100
+
+
 @pytest.mark.quick(99)
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_no_link_is_broken(page):
@@ -180,3 +191,18 @@ def test_the_page_for_wrong_addresses_leads_on():
     for page in re.findall(r"'(\w+)\.html' \| url", text):
         assert (DOCS / f"{page}.md").exists()
     assert "'index.html' | url" in text
+
+
+def test_every_statement_of_the_theorems_names_tests_that_exist():
+    text = (DOCS / "science.md").read_text()
+    rows = re.findall(
+        r"^\| (?!statement|---)(.*?) \| (.*?) \|$", text.split("## The model")[0], re.M
+    )
+    for statement in re.findall(r"\*\*((?:Theorem|Lemma|Proposition) \w+)", text):
+        assert any(row.startswith(f"{statement}:") for row, _ in rows), statement
+    for statement, cell in rows:
+        named = re.findall(r"`(test_\w+)`(?: in `([\w/.]+)`)?", cell)
+        assert named or cell == "those of theorem A", statement
+        for name, file in named:
+            path = ROOT / file if "/" in file else ROOT / "tests/plan" / (file or "test_science.py")
+            assert f"def {name}(" in path.read_text(), name

@@ -68,6 +68,33 @@ def test_plans_in_javascript_are_those_of_the_planner():
         assert plenty == 1 or least < cost(policy, length, plenty - 1, alpha)
 
 
+LAYERS = """
+require(process.argv[1]);
+const asked = JSON.parse(require("fs").readFileSync(0));
+console.log(JSON.stringify(asked.map((one) => plans.layer(...one))));
+"""
+SIZES = [(64, 64, 16, 1000), (8, 128, 4, 500), (24, 32, 32, 700)]
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_a_layer_takes_about_what_the_page_estimates(kind):
+    fits = [
+        getattr(rg, kind)(inputs, units, memory=memory).fit((steps, batch, inputs))
+        for inputs, units, batch, steps in SIZES
+        for memory in ("50%", "20%", "8%")
+    ]
+    asked = [(kind, *SIZES[n // 3], fit.budget_bytes) for n, fit in enumerate(fits)]
+    run = subprocess.run(
+        ["node", "-e", LAYERS, str(PLANS)],
+        input=json.dumps(asked), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    for fit, found in zip(fits, json.loads(run.stdout), strict=True):
+        assert found["ordinary"] == pytest.approx(fit.ordinary_bytes, rel=0.1)
+        assert found["near"] or found["forward"] == pytest.approx(fit.forward_steps, rel=0.1)
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """The planning page as the site has it, where mkdocs is there to build it."""
