@@ -126,3 +126,8 @@ def test_no_trace_is_left():
 def test_a_module_is_refused():
     with pytest.raises(rg.CellError, match=r"a LSTM has none: .* ask rg\.fit"):
         rg.profile(nn.LSTM(6, 6), torch.randn(9, 2, 6))
+
+
+def test_torchs_own_cells_are_measured_as_they_are():
+    state = torch.zeros(2, 6), torch.zeros(2, 6)
+    assert rg.profile(nn.LSTMCell(3, 6), torch.zeros(2, 3), state).state_bytes == 2 * 2 * 6 * 4

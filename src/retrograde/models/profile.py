@@ -9,6 +9,7 @@ from typing import overload
 
 from torch import nn
 
+from retrograde.cells.as_cell import as_cell
 from retrograde.cells.cell import Cell, examine, later_state
 from retrograde.errors import NotExactError
 from retrograde.models.chain_plans import measure_network
@@ -136,7 +137,7 @@ def profile(
     states, state_spec = flatten_state(state)
     check_length([t.unsqueeze(0) for t in leaves])
     with autocast_as_now(leaves[0].device):
-        core = examine(cell, leaves, input_spec, states, state_spec)
+        core = examine(as_cell(cell), leaves, input_spec, states, state_spec)
     repeated = [t.unsqueeze(0).expand(_LENGTH, *t.shape) for t in leaves]
     inputs = Straight(_LENGTH, fused=False).read(repeated)
     later = later_state(core, inputs, states)
