@@ -1,5 +1,7 @@
 """``unroll``: any cell over a sequence, with its gradient within a memory budget."""
 
+import statistics
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,18 +22,20 @@ from retrograde.cells.cell import (
     later_state,
 )
 from retrograde.cells.compiled_steps import BLOCK, compiled_steps
-from retrograde.cells.gated import GatedCell, GatedCore, fit_gated, runs_by_loops
+from retrograde.cells.gated import GatedCell, fit_gated, joined, net_of, parted, runs_by_loops
 from retrograde.cells.rehearsal import measure_step
 from retrograde.cells.stateful import Stateful
 from retrograde.errors import BudgetError, CellError
 from retrograde.plan.fit import Fit
+from retrograde.recurrent.core import HeldLayers
 from retrograde.recurrent.fastest import fit_measured
+from retrograde.recurrent.plan import HeldPlan
 from retrograde.replay.switches import autocast_as_now
 from retrograde.replay.trees import Structure, Tensors, flatten, flatten_inputs, flatten_state
 from retrograde.run.autograd import check_schedule, refuse_both, run_schedule, run_without_gradient
 from retrograde.run.autograd_core import run_ordinary
 from retrograde.run.core import Core
-from retrograde.run.layout import InBlocks, Inputs, Layout, Straight, check_length
+from retrograde.run.layout import InBlocks, Inputs, Layout, Rows, Straight, check_length
 from retrograde.run.settled import Settled
 from retrograde.run.transforms import is_transformed, is_unreal, refuse_transforms, uncompiled
 from retrograde.schedule import Schedule
@@ -41,7 +45,7 @@ from retrograde.units import Memory, parse_memory
 
 # A cell is measured once for its shapes, and a schedule fitted once for a budget.
 _FITS: CellFits[Fit] = CellFits()
-_GATED: LRUCache[tuple[Fit, int] | None] = LRUCache()
+_GATED: LRUCache[tuple[HeldPlan, Fit] | None] = LRUCache()
 
 
 @uncompiled
@@ -177,21 +181,29 @@ class CellCall:
             found = self._fit_loops(cell, state)
             if found is not None:
                 fit, loops, states, state_spec = found
-                outputs, after = run_schedule(loops, fit.schedule, self.tensors, states)
+                outputs, after = run_schedule(
+                    loops, fit.schedule, self.tensors, joined(states), loops.rows
+                )
                 spec = flatten(outputs[0], "output of the cell")[1]
-                return outputs, spec, state_spec.unflatten(after)
+                return outputs, spec, state_spec.unflatten(parted(after))
             core = self.examine(cell, states, state_spec)
             outputs, after = self._recorded(core, states)
         return outputs, core.output_spec, core.state_spec.unflatten(after)
 
-    def planned(self, cell: Cell, state: Any) -> tuple[Fit, Core, Inputs, Tensors]:
+    def planned(
+        self, cell: Cell, state: Any, repeats: int = 0
+    ) -> tuple[Fit, Core, Inputs, Tensors]:
         """Return the plan for a cell and its initial state, and what it can be timed by: the core,
-        its inputs and a state. Nothing is trained."""
+        its inputs and a state. Loops are timed here, if they are to be, by whole iterations."""
         states, spec = flatten_state(state)
         with torch.enable_grad():
             found = self._fit_loops(cell, state)
             if found is not None:
-                return *found[:2], found[1].held(self.tensors), found[2]
+                fit, loops, states, _ = found
+                if repeats:
+                    train = partial(_iteration, loops, fit.schedule, self.tensors, joined(states))
+                    fit = replace(fit, seconds=statistics.median(train() for _ in range(repeats)))
+                return fit, loops, self.read, states
             core = self.examine(cell, states, spec)
             fit, later = self.fit(core, states)[0], later_state(core, self.read, states)
             return fit, core, self.read, later
@@ -232,7 +244,7 @@ class CellCall:
 
     def _fit_loops(
         self, cell: Cell, state: Any
-    ) -> tuple[Fit, GatedCore, Tensors, Structure] | None:
+    ) -> tuple[Fit, HeldLayers, Tensors, Structure] | None:
         """Return the plan of compiled loops within a budget, their core, and their first state. It
         is None if there is no budget, or none that loops can keep and single steps cannot."""
         usual = self.memory is None or self.compile or not isinstance(self.layout, Straight)
@@ -245,14 +257,15 @@ class CellCall:
         if not any(t.requires_grad for t in (*self.tensors, *states, *cell.parameters())):
             return None
 
-        def find() -> tuple[Fit, int] | None:
+        def find() -> tuple[HeldPlan, Fit] | None:
             given, given_spec = flatten_state(state)
             core = self.examine(cell, given, given_spec)
             later = later_state(core, self.read, given)
             ordinary = footprint(core, self.read, later, memory=memory, first=given).ordinary
-            extra = sum(t.nbytes for t in states) if zeros else 0
+            held = sum(t.nbytes for t in states)
+            extra = held * zeros + 3 * held * (len(states) > 2)
             try:
-                return fit_gated(cell, self.tensors, states, memory, ordinary, extra)
+                return fit_gated(cell, self.tensors[0], memory, ordinary(len(self.steps)), extra)
             except BudgetError as refused:  # loops copy weights; a few steps may take less
                 try:
                     self.fit(core, given)
@@ -263,7 +276,10 @@ class CellCall:
         tensors = map(signature, (*self.tensors, *states, *cell.parameters()))
         key = id(type(cell)), repr(memory), zeros, torch.get_num_threads(), *tensors
         found = _GATED.get(key, find, [type(cell)])
-        return None if found is None else (found[0], GatedCore(cell, found[1]), states, spec)
+        if found is None:
+            return None
+        (length, samples), (plan, fit) = self.tensors[0].shape[:2], found
+        return fit, HeldLayers(net_of(cell), Rows(length), samples, plan), states, spec
 
     def _recorded(self, core: StepCore, states: Tensors) -> tuple[Tensors, Tensors]:
         """Run a cell so that it can be backpropagated as asked, if anything requires a gradient."""
@@ -287,6 +303,17 @@ class CellCall:
             outputs.append(flatten(y, "output of the cell"))
         stacked = [torch.stack(ys) for ys in zip(*(ys for ys, _ in outputs), strict=True)]
         return stacked, outputs[0][1], state
+
+
+def _iteration(core: HeldLayers, schedule: Schedule, tensors: Tensors, states: Tensors) -> float:
+    """Return the seconds of an iteration of a layer, which leaves no trace."""
+    wanted = [t for t in (*tensors, *states, *core.parameters) if t.requires_grad]
+    with core.surroundings.measured():
+        start = time.perf_counter()
+        outputs, after = run_schedule(core, schedule, tensors, states, core.rows)
+        seeds = [torch.ones_like(t) for t in (*outputs, *after)]
+        torch.autograd.grad([*outputs, *after], wanted, seeds, allow_unused=True)
+        return time.perf_counter() - start
 
 
 def refuse_compiled(**options: object) -> None:

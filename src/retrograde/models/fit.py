@@ -100,9 +100,11 @@ def fit(
         call = CellCall(leaves, spec, layout, memory, None, compile)
         cell = as_cell(cell)
     with torch.enable_grad():
-        found, core, read, later = call.planned(cell, state)
-        times = time_steps(core, read, later, _REPEATS)
-    return replace(found, seconds=iteration_seconds(found, times))
+        found, core, read, later = call.planned(cell, state, _REPEATS)
+        if found.seconds is None:
+            times = time_steps(core, read, later, _REPEATS)
+            found = replace(found, seconds=iteration_seconds(found, times))
+    return found
 
 
 def iteration_seconds(found: Fit, times: RangeTimes) -> float:
@@ -113,8 +115,5 @@ def iteration_seconds(found: Fit, times: RangeTimes) -> float:
     """
     length, records = found.schedule.length, int(np.sum(found.schedule.kind == Verb.RECORD))
     again, calls = found.forward_steps - length, found.calls - 2 * records
-    return (
-        times.forward(calls, again)
-        + times.record(records, length)
-        + times.backward(records, length)
-    )
+    recorded = times.record(records, length) + times.backward(records, length)
+    return times.forward(calls, again) + recorded
