@@ -1,50 +1,31 @@
 """``GatedCell``: a cell of one's own as gates and one elementwise function, run by compiled loops.
 
-Only the outputs, which the caller holds anyway, and the other parts of each state are kept. The
-backward pass computes the gates of some steps again by one product, their slopes by autograd, and
-sweeps over them (:mod:`retrograde.kernels.cpu.formulas`). Gradients of weights are one product for
-all these steps.
+Such a cell is a layer (:mod:`retrograde.recurrent.core`): its outputs, which the caller holds
+anyway, are one part of its states. It has the loops and the plans of torch's cells, and a step that
+is compiled with its derivatives (:mod:`retrograde.kernels.cpu.loops`).
 """
 
 import functools
 import inspect
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from retrograde.errors import BudgetError, CellError
-from retrograde.kernels.cpu.formulas import (
-    FUNCTIONS,
-    Formula,
-    FormulaLoops,
-    check_elementwise,
-    loops_of,
-)
-from retrograde.kernels.cpu.llvm.threads import paced
-from retrograde.kernels.cpu.products import add_outer, linear, sum_of_rows, times
-from retrograde.plan.fit import Curve, Fit, Highest
-from retrograde.recurrent.fastest import fit_measured
-from retrograde.replay.surroundings import Surroundings
+from retrograde.errors import CellError
+from retrograde.kernels.cells import Formula
+from retrograde.kernels.cpu.loops import FUNCTIONS, loops_of
+from retrograde.plan.fit import Fit
+from retrograde.recurrent.bytes import Layer, sums_at_once
+from retrograde.recurrent.fused import held_plan
+from retrograde.recurrent.plan import HeldPlan, Planner
+from retrograde.recurrent.spans import Sequences
+from retrograde.recurrent.vendor import Layers
 from retrograde.replay.trees import Tensors
-from retrograde.run.core import Core, Emit, Gradients, Tape, discard
-from retrograde.run.layout import InMemory, Inputs, Straight
 from retrograde.run.transforms import besides_forward
-from retrograde.sizes.footprint import footprint
-from retrograde.units import Memory, as_bytes
-
-# The bytes of the arrays of a block of steps, which should stay in the last cache.
-_BLOCK_BYTES = 4 * 2**20
-
-# Nominal costs of calls, in forward steps: of one that advances, of one that records and is
-# backpropagated, and of a block. A block takes some 110 µs, and a step of a small layer 6 µs.
-_CALL_STEPS, _RECORD_STEPS, _BLOCK_STEPS = 15.0, 40.0, 20.0
-# The parts of a budget that a block may take. The first is a single step, and so the least.
-_SHARES = 0.0, 0.2, 0.45, 0.7
+from retrograde.units import Memory
 
 _WEIGHTS = "weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_units"
 
@@ -122,7 +103,7 @@ class GatedCell(nn.Module):
             value = None if absent else nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
             self.register_parameter(name, value)
         self.reset_parameters()
-        does = check_elementwise(self.formula, hidden_size)
+        does = _beyond_elementwise(self.formula, hidden_size)
         if does is not None:
             raise CellError(
                 f"{type(self).__name__}.step {does}: expected {self.states} results, each an "
@@ -132,7 +113,8 @@ class GatedCell(nn.Module):
     @property
     def formula(self) -> Formula:
         """The cell as data."""
-        return Formula(type(self).step, self.gates, self.states, self.split, self.units)
+        kind = type(self)
+        return Formula(kind.gates, kind.states, kind.split, kind.units, kind.step)
 
     def reset_parameters(self) -> None:
         """Draw the parameters anew."""
@@ -178,6 +160,7 @@ def runs_by_loops(cell: GatedCell, x: Sequence[Tensor], state: Tensors) -> bool:
         or x[0].shape[2] != cell.input_size
         or [s.shape for s in state] != [(samples, size)] * cell.states
         or any(t is not None and t.shape != n for t, n in zip(own.values(), shapes, strict=True))
+        or (own["bias_ih"] is None) != (own["bias_hh"] is None)
         or kinds not in ({(torch.float32, "cpu", True)}, {(torch.float64, "cpu", True)})
         or torch.is_autocast_enabled("cpu")
     ):
@@ -199,184 +182,77 @@ def _warn(name: str, reason: str) -> None:
     )
 
 
-@dataclass
-class _GatedTape(Tape):
-    """A recorded range: the state before it (S, B, H), and the other parts of the state before each
-    step (S − 1, L, B, H)."""
-
-    first: Tensor
-    rest: Tensor
+def net_of(cell: GatedCell) -> Layers:
+    """Return a cell as a layer that held layers can run. Its weights are contiguous."""
+    weights = [w.contiguous() for w in cell._weights().values() if w is not None]
+    return Layers(cell.formula, weights, 1, len(weights) > 3)
 
 
-class GatedCore(Core):
-    """A gated cell over ranges of steps. The backward pass runs in blocks of at most ``rows`` rows,
-    where a row is one step of one sample."""
+def joined(state: Tensors) -> Tensors:
+    """Return the parts of a state (B, H) as a layer has them: h, and all others side by side."""
+    others = state[1:] if len(state) < 3 else [torch.cat(state[1:], -1)]
+    return [t.unsqueeze(0) for t in (state[0], *others)]
 
-    def __init__(self, cell: GatedCell, rows: int = 1) -> None:
-        self.cell, self.formula, self.rows = cell, cell.formula, rows
-        self.surroundings = Surroundings(cell.weight_ih.device)
-        self.weights, self.size = cell._weights(), cell.hidden_size
-        self.compiled = loops_of(self.formula, cell.weight_hh.dtype)
 
-    @property
-    def parameters(self) -> Tensors:
-        return [w for w in self.weights.values() if w is not None and w.requires_grad]
-
-    def totals(self) -> list[Tensor | None]:
-        return [torch.zeros_like(w, memory_format=torch.contiguous_format) for w in self.parameters]
-
-    def room(self, inputs: Inputs) -> Tensors:
-        """Return the outputs of all steps, which are h after each."""
-        (x,) = cast(InMemory, inputs).tensors
-        return [x.new_empty(*x.shape[:-1], self.size)]
-
-    def held(self, tensors: Tensors) -> InMemory:
-        """Return the inputs, with memory for the outputs."""
-        layout = Straight(len(tensors[0]), fused=True)
-        return layout.read(tensors, self.room(layout.read(tensors)))
-
-    @paced
-    @torch.no_grad()
-    def advance(
-        self, inputs: Inputs, start: int, stops: Sequence[int], state: Tensors, emit: Emit | None
-    ) -> list[Tensors]:
-        now, found, loops = torch.stack(state), [], self._loops()
-        rest = now.new_empty(self.formula.states - 1, 0, *now.shape[1:])
-        for a, b in pairwise([start, *stops]):
-            self._run(loops, inputs, a, b, now, rest, emit)
-            found.append([*now.clone()])
-        return found
-
-    @paced
-    @torch.no_grad()
-    def record(
-        self, inputs: Inputs, start: int, stop: int, state: Tensors, emit: Emit | None
-    ) -> Tape:
-        first = torch.stack(state)
-        now = first.clone()
-        rest = first.new_empty(self.formula.states - 1, stop - start, *first.shape[1:])
-        self._run(self._loops(), inputs, start, stop, now, rest, emit)
-        wanted, passes = [*inputs.differentiable], [True] * len(state)
-        x = inputs[slice(start, stop)]
-        return _GatedTape(start, stop, x, wanted, passes, [*now], (), first, rest)
-
-    def _loops(self) -> FormulaLoops:
-        units = self.weights["weight_units"]
-        hidden = cast(Tensor, self.weights["weight_hh"])
-        given = hidden[:0] if units is None else units
-        return FormulaLoops(self.formula, self.compiled, hidden, self.weights["bias_hh"], given)
-
-    def _run(
-        self, loops: FormulaLoops, inputs: Inputs, start: int, stop: int, now: Tensor, rest: Tensor,
-        emit: Emit | None,
-    ) -> None:  # fmt: skip
-        """Run a range forward; ``now`` (S, B, H) goes from before it to after it."""
-        held = cast(InMemory, inputs).outputs
-        if held and emit is None and self.formula.states == 1:  # the states exist already
-            now[0].copy_(held[0][stop - 1])
-            return
-        steps = max(1, self.rows // now.shape[1])
-        for a in range(start, stop, steps):
-            b = min(a + steps, stop)
-            (x,) = inputs[slice(a, b)]
-            writes = bool(held) and emit not in (None, discard)
-            y = held[0][a:b] if writes else x.new_empty(b - a, *now.shape[1:])
-            into = rest[:, a - start : b - start] if rest.numel() else rest
-            own = into if into.is_contiguous() else torch.empty_like(into)
-            loops.forward(self._driven(x), now, y, own)
-            if own is not into:
-                into.copy_(own)
-            if emit is not None:
-                emit(a, b, [y])
-
-    def _driven(self, x: Tensor) -> Tensor:
-        """Return the inputs' part of the gates (L, B, K·H), with all biases of whole gates."""
-        bias, other = self.weights["bias_ih"], self.weights["bias_hh"]
-        if other is not None and bias is not None:
-            whole = (self.formula.gates - self.formula.split) * self.size
-            bias = bias.detach().clone()
-            bias[:whole] += other.detach()[:whole]
-        found = x.new_empty(*x.shape[:2], self.formula.gates * self.size)
-        weights = cast(Tensor, self.weights["weight_ih"]).detach()
-        linear(x.detach().contiguous().flatten(0, 1), weights, bias, found.flatten(0, 1))
-        return found
-
-    @paced
-    @torch.no_grad()
-    def backpropagate(self, tape: Any, gradients: Gradients) -> None:
-        given = zip(tape.state_after, gradients.states, strict=True)
-        g = torch.stack([torch.zeros_like(t) if s is None else s for t, s in given])
-        names = [n for n, w in self.weights.items() if w is not None and w.requires_grad]
-        totals = dict(zip(names, cast(Tensors, gradients.parameters), strict=True))
-        (held,), loops = cast(InMemory, gradients.read).outputs, self._loops()
-        (dy,), (total,) = gradients.of_outputs(slice(tape.start, tape.stop)), gradients.inputs
-        steps = max(1, self.rows // g.shape[1])
-        for a in reversed(range(tape.start, tape.stop, steps)):
-            b = min(a + steps, tape.stop)
-            part = slice(a - tape.start, b - tape.start)
-            before = g.new_empty(len(g), b - a, *g.shape[1:])
-            before[0, 0] = held[a - 1] if part.start else tape.first[0]
-            before[0, 1:] = held[a : b - 1]
-            before[1:] = tape.rest[:, part]
-            own = None if dy is None else dy[part].contiguous()
-            dx = None if total is None else total[a:b]
-            self._block(tape.inputs[0][part], before, own, g, loops, totals, dx)
-            del own, before  # BUDGET: before the next ones are made
-        gradients.states = [*g]
-
-    def _block(
-        self, x: Tensor, before: Tensor, dy: Tensor | None, g: Tensor, loops: FormulaLoops,
-        totals: dict[str, Tensor], dx: Tensor | None,
-    ) -> None:  # fmt: skip
-        """Backpropagate some steps; ``dx`` receives the gradient of their inputs."""
-        x, d = x.detach().contiguous(), self._driven(x)
-        to_units = totals.get("weight_units", torch.empty_like(loops.units))
-        apart = loops.backward(d, before, dy, g, to_units)
-        gates = d.flatten(0, 1)
-        self._add(totals, "hh", gates, before[0].flatten(0, 1))
-        gates[:, loops.whole :] = apart.flatten(0, 1)
-        self._add(totals, "ih", gates, x.flatten(0, 1))
-        if dx is not None:
-            found = dx if dx.is_contiguous() else torch.empty_like(x)
-            weights = cast(Tensor, self.weights["weight_ih"]).detach()
-            times(gates, weights.contiguous(), found.flatten(0, 1))
-            if found is not dx:
-                dx.copy_(found)
-
-    def _add(self, totals: dict[str, Tensor], name: str, gates: Tensor, by: Tensor) -> None:
-        if f"weight_{name}" in totals:
-            add_outer(gates, by, totals[f"weight_{name}"])
-        if f"bias_{name}" in totals:
-            totals[f"bias_{name}"] += sum_of_rows(gates)
+def parted(state: Tensors) -> Tensors:
+    """Return the parts of a state from those that a layer has."""
+    h, *others = (t.squeeze(0) for t in state)
+    return [h, *(part for t in others for part in t.split(h.shape[-1], -1))]
 
 
 def fit_gated(
-    cell: GatedCell, tensors: Tensors, state: Tensors, memory: Memory, usual: Curve | Highest, *,
-    extra: int,
-) -> tuple[Fit, int]:  # fmt: skip
-    """Return the fastest plan of a cell within a budget, and the rows of a block. ``usual`` has the
-    bytes of ordinary backpropagation, and ``extra`` is held besides. Raises BudgetError."""
-    length, samples = tensors[0].shape[:2]
-    budget = as_bytes(memory, usual(length))
-    numbers = 2 * cell.gates + cell.split + 3 * cell.states
-    each = numbers * cell.hidden_size * tensors[0].element_size()
-    costs: Any = {"call_steps": _CALL_STEPS, "record_steps": _RECORD_STEPS, "scheduled": True}
-    best: tuple[float, Fit, int] | None = None
-    for share in _SHARES:
-        rows = max(samples, int(min(share * budget, _BLOCK_BYTES)) // each)
-        core = GatedCore(cell, rows)
-        read = core.held(tensors)
-        sizes = footprint(core, read, state, ordinary=usual, memory=budget)
-        sizes = replace(sizes, extra_bytes=sizes.extra_bytes + extra, **costs)
-        try:
-            found, _ = fit_measured(core, read, state, memory, sizes)
-        except BudgetError:
-            if best is None:
-                raise
-            break
-        time = found.time + length * samples / rows * _BLOCK_STEPS
-        if best is None or time < best[0]:
-            least = found.minimum_bytes if best is None else best[1].minimum_bytes
-            best = time, replace(found, minimum_bytes=least), rows
-    assert best is not None
-    return best[1:]
+    cell: GatedCell, x: Tensor, memory: Memory, usual: int, extra: int
+) -> tuple[HeldPlan, Fit]:
+    """Return the fastest plan of a cell within a budget. ``usual`` are the bytes of ordinary
+    backpropagation, and ``extra`` is held besides. Raises BudgetError."""
+    net, (length, samples, width) = net_of(cell), x.shape
+    layer = Layer(
+        kind=cell.formula,
+        batch=samples,
+        width=width,
+        size=cell.hidden_size,
+        item=x.element_size(),
+        threads=torch.get_num_threads(),
+        needs_x=x.requires_grad,
+        straight=x.is_contiguous(),
+        views=True,
+        at_once=sums_at_once(length, samples),
+    )
+    copied = sum(w.nbytes for w in net.weights if not w.requires_grad)
+    copied += sum(2 * w.nbytes for w in cell.parameters() if not w.is_contiguous())
+    most = held_plan(net, length, samples).block
+    planner = Planner((layer,), most, extra=extra, copied=copied, torchs=False)
+    plan, fit = planner.fit(Sequences(length, samples), memory, usual)
+    assert plan is not None
+    return plan, fit
+
+
+def _beyond_elementwise(formula: Formula, size: int) -> str | None:
+    """Return what a formula's step does beyond an elementwise function, or None.
+
+    The step runs on random numbers: on all at once, and on some units and samples by themselves.
+    """
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, device="cpu", generator=generator)
+
+    d, u = (numbers(3, formula.gates, size) for _ in range(2))
+    state, units = numbers(formula.states, 3, size), numbers(formula.units, size)
+
+    def run(samples: slice, of: slice) -> Sequence[Any]:
+        return formula.after(
+            d[samples, :, of], u[samples, :, of], *state[:, samples, of], *units[:, of]
+        )
+
+    every = slice(None)
+    whole = run(every, every)
+    if len(whole) != formula.states:
+        return f"returns {len(whole)} tensors"
+    if any(not isinstance(t, Tensor) or t.shape != (3, size) for t in whole):
+        return "returns something of another shape"
+    for part in ((slice(1), every), (every, slice(1)), (slice(1, 3), slice(size // 2, size))):
+        for t, alone in zip(whole, run(*part), strict=True):
+            if not torch.allclose(t[part], alone, rtol=1e-12, atol=0, equal_nan=True):
+                return "mixes units or samples, or draws random numbers"
+    return None

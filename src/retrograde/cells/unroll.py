@@ -1,5 +1,6 @@
 """``unroll``: any cell over a sequence, with its gradient within a memory budget."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,18 +21,20 @@ from retrograde.cells.cell import (
     later_state,
 )
 from retrograde.cells.compiled_steps import BLOCK, compiled_steps
-from retrograde.cells.gated import GatedCell, GatedCore, fit_gated, runs_by_loops
+from retrograde.cells.gated import GatedCell, fit_gated, joined, net_of, parted, runs_by_loops
 from retrograde.cells.rehearsal import measure_step
 from retrograde.cells.stateful import Stateful
 from retrograde.errors import BudgetError, CellError
 from retrograde.plan.fit import Curve, Fit, Highest
 from retrograde.recurrent.base import BudgetedRNN
+from retrograde.recurrent.core import HeldLayers
 from retrograde.recurrent.fastest import fit_measured
+from retrograde.recurrent.plan import HeldPlan
 from retrograde.replay.switches import autocast_as_now
 from retrograde.replay.trees import Structure, Tensors, flatten, flatten_inputs, flatten_state
 from retrograde.run.autograd import check_schedule, refuse_both, run_schedule, run_without_gradient
 from retrograde.run.autograd_core import run_ordinary
-from retrograde.run.layout import InBlocks, Inputs, Layout, Straight, check_length
+from retrograde.run.layout import InBlocks, Inputs, Layout, Rows, Straight, check_length
 from retrograde.run.settled import Settled
 from retrograde.run.transforms import is_transformed, is_unreal, refuse_transforms, uncompiled
 from retrograde.schedule import Schedule
@@ -43,7 +46,7 @@ T = TypeVar("T")
 
 # A cell is measured once for its shapes, and a schedule fitted once for a budget.
 _FITS: CellFits[Fit] = CellFits()
-_GATED: LRUCache[tuple[Fit, int] | None] = LRUCache()
+_GATED: LRUCache[tuple[HeldPlan, Fit] | None] = LRUCache()
 _LAYERS: LRUCache[tuple[BudgetedRNN, int] | None] = LRUCache()
 
 
@@ -185,16 +188,18 @@ class CellCall:
             found = self._fit_loops(cell, state)
             if found is not None:
                 fit, loops, states, state_spec = found
-                outputs, after = run_schedule(loops, fit.schedule, self.tensors, states)
+                outputs, after = run_schedule(
+                    loops, fit.schedule, self.tensors, joined(states), loops.rows
+                )
                 spec = flatten(outputs[0], "output of the cell")[1]
-                return outputs, spec, state_spec.unflatten(after)
+                return outputs, spec, state_spec.unflatten(parted(after))
             core = self.examine(cell, states, state_spec)
             outputs, after = self._recorded(core, states)
         return outputs, core.output_spec, core.state_spec.unflatten(after)
 
     def planned(self, cell: Cell, state: Any) -> tuple[Fit, Any]:
         """Return the plan for a cell and its initial state, and what it can be timed by. That is a
-        core or a layer, with inputs and a state. Nothing is trained."""
+        core or a layer, with inputs and a state, or an iteration. Nothing is trained."""
         states, spec = flatten_state(state)
         with torch.enable_grad():
             layer, loops = self._layer(cell, state), self._fit_loops(cell, state)
@@ -208,7 +213,8 @@ class CellCall:
                 least = refusal.minimum_bytes
             runs: Any = layer and (layer[0], self.tensors[0], layer[1])
             if loops is not None:
-                fit, runs = loops[0], (loops[1], loops[1].held(self.tensors), loops[2])
+                fit, layers, first, _ = loops
+                runs = partial(_iteration, layers, fit.schedule, self.tensors, joined(first))
             elif layer is not None:
                 fit = replace(layer[0].fit(*runs[1:]), ordinary_bytes=layer[2])
             return replace(fit, minimum_bytes=min(fit.minimum_bytes, least)), runs
@@ -249,7 +255,7 @@ class CellCall:
 
     def _fit_loops(
         self, cell: Cell, state: Any
-    ) -> tuple[Fit, GatedCore, Tensors, Structure] | None:
+    ) -> tuple[Fit, HeldLayers, Tensors, Structure] | None:
         """Return the plan of compiled loops within a budget, their core, and their first state. It
         is None if there is no budget, or none that loops can keep and single steps cannot."""
         usual = self.memory is None or self.compile or not isinstance(self.layout, Straight)
@@ -262,12 +268,19 @@ class CellCall:
         if not any(t.requires_grad for t in (*self.tensors, *states, *cell.parameters())):
             return None
 
-        extra = sum(t.nbytes for t in states) if zeros else 0
-        fit = partial(fit_gated, cell, self.tensors, states, memory, extra=extra)
+        held = sum(t.nbytes for t in states)
+        extra = held * zeros + 3 * held * (len(states) > 2)
+
+        def fit(usual: Curve | Highest) -> tuple[HeldPlan, Fit]:
+            return fit_gated(cell, self.tensors[0], memory, usual(len(self.steps)), extra)
+
         tensors = map(signature, (*self.tensors, *states, *cell.parameters()))
         key = id(type(cell)), repr(memory), zeros, torch.get_num_threads(), *tensors
         found = _GATED.get(key, partial(self._unless_steps, fit, cell, state), [type(cell)])
-        return None if found is None else (found[0], GatedCore(cell, found[1]), states, spec)
+        if found is None:
+            return None
+        (length, samples), (plan, known) = self.tensors[0].shape[:2], found
+        return known, HeldLayers(net_of(cell), Rows(length), samples, plan), states, spec
 
     def _layer(self, cell: Cell, state: Any) -> tuple[BudgetedRNN, Any, int] | None:
         """Return the layer that runs one of torch's cells within a budget, its first state, and the
@@ -331,6 +344,17 @@ class CellCall:
             outputs.append(flatten(y, "output of the cell"))
         stacked = [torch.stack(ys) for ys in zip(*(ys for ys, _ in outputs), strict=True)]
         return stacked, outputs[0][1], state
+
+
+def _iteration(core: HeldLayers, schedule: Schedule, tensors: Tensors, states: Tensors) -> float:
+    """Return the seconds of an iteration of a layer, which leaves no trace."""
+    wanted = [t for t in (*tensors, *states, *core.parameters) if t.requires_grad]
+    with core.surroundings.measured():
+        start = time.perf_counter()
+        outputs, after = run_schedule(core, schedule, tensors, states, core.rows)
+        seeds = [torch.ones_like(t) for t in (*outputs, *after)]
+        torch.autograd.grad([*outputs, *after], wanted, seeds, allow_unused=True)
+        return time.perf_counter() - start
 
 
 def refuse_compiled(**options: object) -> None:

@@ -69,7 +69,7 @@ class Kernels:
         from retrograde.kernels.cpu import layer, sweep
 
         forward = functools.partial(layer.Forward, in_panels=False)
-        return replace(self, forward=forward, backward=None, prepare=sweep.as_they_lie)
+        return replace(self, forward=forward, prepare=sweep.as_they_lie)
 
 
 @functools.cache

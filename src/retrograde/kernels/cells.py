@@ -24,7 +24,7 @@ and of weights.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,8 +34,82 @@ from retrograde.kernels.cpu.products import linear
 #: The cells, by torch's own names for them.
 Kind = Literal["RNN_TANH", "RNN_RELU", "GRU", "LSTM"]
 
+
+@dataclass(frozen=True)
+class Formula:
+    """A cell as data: K gates, S parts of a state, and V numbers of each unit.
+
+    The weights have H rows for each gate. The last ``split`` gates reach the step in two parts:
+
+    d = W x + b;  u = U h + b';  h, … = step(d + u of whole gates, other d, other u, h, …, *units)
+
+    Torch's cells have no ``step`` here. If slopes follow ``from_outputs``, a backward pass needs no
+    gates.
+    """
+
+    gates: int
+    states: int = 1
+    split: int = 0
+    units: int = 0
+    step: Callable[..., Any] | None = None
+    from_outputs: bool = False
+
+    @property
+    def whole(self) -> int:
+        """The gates that reach the step in one part."""
+        return self.gates - self.split
+
+    @property
+    def row(self) -> int:
+        """The gradients of gates that a unit has at each step."""
+        return self.gates + self.split
+
+    @property
+    def others(self) -> int:
+        """The parts of a state besides h. They are side by side in one tensor (B, others · H)."""
+        return self.states - 1
+
+    @property
+    def aside(self) -> int:
+        """The numbers of a unit and step that are kept beside gates: other parts, and U h."""
+        return self.others + self.split
+
+    @property
+    def again(self) -> bool:
+        """Whether a backward pass can compute gates again from inputs and h, step by step."""
+        return self.states == 1 and not self.from_outputs
+
+    @property
+    def keeps(self) -> bool:
+        """Whether a forward pass can keep the gates."""
+        return self.states > 1 or self.step is not None
+
+    def after(self, d: Tensor, u: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+        """Return the state after steps from gates (…, K, H), the state before, and the units."""
+        assert self.step is not None
+        whole = self.whole
+        sums = (d[..., :whole, :] + u[..., :whole, :]).unbind(-2)
+        apart = *d[..., whole:, :].unbind(-2), *u[..., whole:, :].unbind(-2)
+        found = self.step(*sums, *apart, *others)
+        return found if isinstance(found, tuple) else (found,)
+
+
+#: One of torch's cells by name, or a formula.
+AnyKind: TypeAlias = Kind | Formula
+
+_FORMS: dict[Kind, Formula] = {
+    "RNN_TANH": Formula(1, from_outputs=True),
+    "RNN_RELU": Formula(1, from_outputs=True),
+    "GRU": Formula(3, split=1),
+    "LSTM": Formula(4, states=2),
+}
 #: The number K of gates of each cell; its weights have H rows for each gate.
-GATES: dict[Kind, int] = {"RNN_TANH": 1, "RNN_RELU": 1, "GRU": 3, "LSTM": 4}
+GATES: dict[Kind, int] = {kind: form.gates for kind, form in _FORMS.items()}
+
+
+def form_of(kind: AnyKind) -> Formula:
+    """Return the numbers of one of torch's cells, or of a formula."""
+    return kind if isinstance(kind, Formula) else _FORMS[kind]
 
 
 #: The functions that turn gates into slopes: a GRU's and an LSTM's.
@@ -47,19 +121,30 @@ class Weights:
     """A layer's parameters in one direction, for K gates.
 
     They are torch's weight_ih (K·H, I), weight_hh (K·H, H), and bias_ih and bias_hh (K·H,), or
-    None.
+    None. A formula may have ``units`` (V, H) too.
     """
 
-    kind: Kind
+    kind: AnyKind
     inputs: Tensor
     hidden: Tensor
     bias_inputs: Tensor | None
     bias_hidden: Tensor | None
+    units: Tensor | None = None
 
     @classmethod
-    def of(cls, kind: Kind, parameters: Sequence[Tensor]) -> "Weights":
-        """Return the weights from a layer's parameters in torch's order, with or without biases."""
-        return cls(kind, *parameters, *(None,) * (4 - len(parameters)))  # type: ignore[arg-type]
+    def of(cls, kind: AnyKind, parameters: Sequence[Tensor]) -> "Weights":
+        """Return the weights from a layer's parameters in torch's order, with or without biases.
+        Units come last."""
+        *given, units = parameters if len(parameters) % 2 else (*parameters, None)
+        inputs, hidden, bias_inputs, bias_hidden = (*given, None, None)[:4]
+        assert inputs is not None
+        assert hidden is not None
+        return cls(kind, inputs, hidden, bias_inputs, bias_hidden, units)
+
+    @property
+    def form(self) -> Formula:
+        """The numbers of the cell."""
+        return form_of(self.kind)
 
     @property
     def size(self) -> int:
@@ -78,14 +163,16 @@ class Weights:
     @property
     def state_size(self) -> int:
         """Return the length of a state: H, or 2 H for (h, c)."""
-        return (2 if self.kind == "LSTM" else 1) * self.size
+        return self.form.states * self.size
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What an LSTM's forward pass may keep.
+    """What a forward pass may keep.
 
-    ``gates`` are i, f, g, o (L, B, 4 H), and ``cells`` is c before each step (L, B, H).
+    ``gates`` are an LSTM's i, f, g, o (L, B, 4 H), or the sums that enter a formula's gates.
+    ``cells`` is c before each step (L, B, H); a formula has all other parts, and then U h of split
+    gates.
     """
 
     gates: Tensor
@@ -200,6 +287,7 @@ def slopes(
     needs c before the first step (B, H). If its gates ``known`` (L, B, 4 H) were kept, they are
     overwritten. ``gates`` may be faster forms of :func:`gru_slopes` and :func:`lstm_slopes`.
     """
+    assert not isinstance(weights.kind, Formula)
     by_gru, by_lstm = gates or (gru_slopes, lstm_slopes)
     with torch.no_grad():
         match weights.kind:

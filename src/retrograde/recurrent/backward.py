@@ -53,9 +53,9 @@ class LayerBackward:
         if chunk is not None and on_cpu:  # a GPU would have to be waited for
             self.chunk = safe_chunk(hidden, chunk)
         self.batch = batch
-        one, shape = self.use.backward, (batch, weights.size, len(hidden) // weights.size)
-        loops = means == "loops" and chunk is None
-        self.in_one_loop = loops and one is not None and one.pays(*shape)
+        one, self.in_place, form = self.use.backward, means == "in place", weights.form
+        loops = chunk is None and (means == "loops" or form.step is not None)
+        self.in_one_loop = loops and one is not None and one.pays(form, batch, weights.size)
         self.loops: Backward | None = None
         self.samples = -1
         few = LAID_ROWS * (means != "in place" and not tight)
@@ -100,12 +100,11 @@ class LayerBackward:
             assert self.use.backward is not None
             self.samples = len(g)
             steps = max(1, self.rows // self.samples)
-            self.loops = self.use.backward(
-                self.weights, self.totals, self.samples, steps, at_once=self.at_once
-            )
-        if self.weights.kind == "LSTM" and block.kept is None:
+            ways = {"at_once": self.at_once, "in_place": self.in_place}
+            self.loops = self.use.backward(self.weights, self.totals, self.samples, steps, **ways)
+        form = self.weights.form
+        if block.kept is None and (form.others or (self.in_place and form.keeps)):
             assert self.use.recall is not None
-            assert block.c is not None
             kept = self.use.recall(self.weights, block.x, block.before, block.c, block.resets)
             block = replace(block, kept=kept)
         for part in self._parts(dy, samples=len(g)):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from retrograde.kernels.cells import GATES, Kind
+from retrograde.kernels.cells import AnyKind, Formula, form_of
 from retrograde.kernels.cpu.layer import Backward, Forward
 from retrograde.kernels.cpu.llvm.barrier import MANY_SAMPLES, parts_of_units
 from retrograde.kernels.cpu.llvm.tiles import PANEL, whole_vectors
@@ -55,7 +55,7 @@ class Layer:
     ``vendor`` has the bytes of the vendor's forward pass by steps, which are measured.
     """
 
-    kind: Kind
+    kind: AnyKind
     batch: int
     width: int
     size: int
@@ -76,22 +76,28 @@ class Layer:
     vendor: Curve | None = None
 
     @property
+    def form(self) -> Formula:
+        """The numbers of the cell."""
+        return form_of(self.kind)
+
+    @property
     def state(self) -> int:
         """The bytes of a state, in all tracks."""
-        return self._units((1 + self._lstm) * self.batch)
+        return self._units(self.form.states * self.batch)
 
     def mark(self, spans: int) -> int:
         """Return the bytes of the marks of ``spans`` spans of the whole batch."""
-        return self._units(self._lstm * spans * self.batch)
+        return self._units(self.form.others * spans * self.batch)
 
     def gates(self, rows: int) -> int:
         """Return the bytes of kept gates and cells; the vendor's forward pass cannot keep them."""
-        return self._units(5 * rows) if self._lstm and self.forward_by != "torch" else 0
+        keeps = self.form.keeps and self.forward_by != "torch"
+        return self._units(self._kept * rows) if keeps else 0
 
     def along(self, rows: int) -> int:
         """Return the bytes of following existing outputs, besides kept gates: states and inputs."""
         numbers = rows * (self.size + self.width * (self._copies_x + self.drops))
-        numbers += self._room(rows, self.width, self.size)
+        numbers += self._room(rows, self.width, self.size) + self._apart(rows)
         return (numbers + 4 * (self.batch + 1) * self.size) * self.item
 
     def below(self, rows: int) -> int:
@@ -118,10 +124,12 @@ class Layer:
 
     def span(self, rows: int, *, kept: bool, tight: bool = False, first: bool = True) -> int:
         """Return the peak bytes of a span; if ``tight``, it is of unequal ones, maybe the first."""
-        size, width, lstm, gates = self.size, self.width, self._lstm, GATES[self.kind] * self.size
+        size, width, gates = self.size, self.width, self.form.gates * self.size
+        lstm = self.form.others > 0
         dropped = self.tracks > 1 or self.drops
         before = rows if first or not (tight and self.views) else 0
-        numbers = before * size + 2 * self.batch * 2 * size  # before steps; entering states
+        states = max(2, self.form.states)  # before steps; entering states
+        numbers = before * size + 2 * self.batch * states * size
         if self.top:
             few = {"in place": 0, "torch": rows}.get(
                 self.backward_by, min(rows, LAID_ROWS) * (not tight)
@@ -138,11 +146,13 @@ class Layer:
             numbers += rows * width * (3 if dropped else 1)
         if self.backward_by == "torch":
             steps = (10 if lstm else 3) * self.batch * size  # of the sweep, step by step
-            slopes = 2 if self.kind.startswith("RNN") else 9  # for each unit and row
+            slopes = 2 if self.form.gates == 1 else 9  # for each unit and row
             numbers += slopes * rows * size + 2 * gates + rows + steps
         elif self.loops:
-            again = lstm and not kept
-            numbers += 5 * rows * size + self._room(rows, width, size) if again else 0
+            again = lstm or (self.form.keeps and self.backward_by == "in place")
+            if again and not kept:
+                numbers += self._kept * rows * size + self._room(rows, width, size)
+                numbers += self._apart(rows)
         elif lstm:
             numbers += rows * size * (2 if kept else 6) + 2 * gates
         else:
@@ -158,7 +168,7 @@ class Layer:
         """Return the rows that a forward pass processes at a time, in spans of ``block`` rows."""
         if self.forward_by == "torch":
             return block
-        wide = GATES[self.kind] * self.size * self.item
+        wide = self.form.gates * self.size * self.item
         return max(self.batch, min(FORWARD_BYTES // wide, block))
 
     def fixed(self, rows: int) -> int:
@@ -168,19 +178,25 @@ class Layer:
     @property
     def loops(self) -> bool:
         """Whether one loop does the whole backward pass."""
-        shape = self.batch, self.size, GATES[self.kind], self.threads
-        return self.backward_by == "loops" and Backward.pays(*shape)
+        may = self.backward_by == "loops" or self.form.step is not None
+        return may and Backward.pays(self.form, self.batch, self.size, self.threads)
 
     @cached_property
     def _parts_onward(self) -> int:
         """The same of a forward pass, to which a step of a packed batch may bring fewer samples."""
         most = min(self.batch, max(MANY_SAMPLES))
         counts = range(1, most + 1) if self.packed else [self.batch]
-        return max(parts_of_units(n, self.size, GATES[self.kind], self.threads) for n in counts)
+        return max(parts_of_units(n, self.size, self.form.gates, self.threads) for n in counts)
 
     @property
-    def _lstm(self) -> bool:
-        return self.kind == "LSTM"
+    def _kept(self) -> int:
+        """The numbers of a unit and step that a forward pass may keep."""
+        return self.form.gates + self.form.aside
+
+    def _apart(self, rows: int) -> int:
+        """Return the numbers that recomputed gates take in addition, if some are split."""
+        split = self.form.keeps and self.form.split
+        return 2 * self.form.gates * rows * self.size if split else 0
 
     def _units(self, numbers: int) -> int:
         """Return the bytes of so many numbers for each unit of all tracks."""
@@ -194,33 +210,34 @@ class Layer:
 
     def _room(self, rows: int, *terms: int, outer: int = 0) -> int:
         """Return the most numbers that products of ``rows`` rows copy at a time."""
-        work = rows * GATES[self.kind] * self.size * max(self.width, self.size)
+        work = rows * self.form.gates * self.size * max(self.width, self.size)
         each = max(room_of_product(rows, max(terms), PANEL + 1, turned=True), outer)
         return threads_with_room(work, self.threads) * each
 
     def _pass(self, rows: int) -> int:
         """Return the numbers that a forward pass allocates."""
-        gates = GATES[self.kind] * self.size
+        gates = self.form.gates * self.size
         if self.forward_by == "torch":
             assert self.vendor is not None
             steps = -(-rows // self.batch)
             return -(-int(self.vendor(steps)) // self.item) if steps else 0
-        given = self.kind, self.batch, self.size, self._parts_onward
+        given = self.form, self.batch, self.size, self._parts_onward
         numbers = Forward.numbers(*given, in_panels=self.forward_by == "loops")
         numbers += self._room(rows, self.width)
-        if not self.kind.startswith("RNN"):
+        if not self.form.gates == self.form.states == 1:
             numbers += rows * gates
         return numbers
 
     def _fixed(self, rows: int) -> int:
         """Return the numbers that a backward pass holds throughout."""
-        if self.backward_by in ("in place", "torch"):
+        in_place = self.backward_by == "in place"
+        if self.loops:
+            shape = self.form, self.batch, self.width, self.size, max(1, rows // self.batch)
+            return Backward.numbers(*shape, self.threads, self.at_once, in_place)
+        if in_place or self.backward_by == "torch":
             # A wide sweep's table, and its graph's random state.
             return self.batch * int(whole_vectors(self.size)) + 16
-        if not self.loops:
-            return numbers_of_sweep(GATES[self.kind], self.batch, self.size, self.threads)
-        shape = self.kind, self.batch, self.width, self.size, max(1, rows // self.batch)
-        return Backward.numbers(*shape, self.threads, self.at_once)
+        return numbers_of_sweep(self.form.gates, self.batch, self.size, self.threads)
 
 
 def stacked(layer: Layer, count: int, vendor: Sequence[Curve | None] = ()) -> tuple[Layer, ...]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from retrograde.kernels import kernels
-from retrograde.kernels.cells import Block, Kept, Resets, Weights
+from retrograde.kernels.cells import Block, Kept, Resets, Weights, form_of
 from retrograde.kernels.cpu.llvm.threads import paced
 from retrograde.recurrent.backward import LayerBackward
 from retrograde.recurrent.bytes import Backend, sums_at_once
@@ -78,7 +78,7 @@ class LayerPass:
         run = LayerForward(core.forward, self.weights, core.block)
         for span in spans:
             key, keeps, room = (self.track, self.layer, span), self._keeps(span), None
-            if core.kind == "LSTM" and not keeps:
+            if core.form.others and not keeps:
                 tape.marks[key] = self.state(span)[1].clone()
             if self.is_top and emit is None and core.follows:
                 found = self.follow(span)
@@ -184,7 +184,7 @@ class LayerPass:
         part of all steps keeps those of its top layer, which is backpropagated next.
         """
         core, length = self.core, self.core.rows.length
-        if core.kind != "LSTM" or core.forward is None:
+        if not core.form.keeps or core.forward is None:
             return False
         if len(span) == self.tape.stop - self.tape.start < length:
             return self.is_top
@@ -212,7 +212,7 @@ class HeldLayers(Core):
         self.to_entries: Tensor | None = None
         weight = net.weights[1]
         self.surroundings = Surroundings(weight.device)
-        self.kind, self.size, self.count = net.mode, weight.shape[1], net.count
+        self.form, self.size, self.count = form_of(net.mode), weight.shape[1], net.count
         self.real = torch.float64 if weight.dtype == torch.float64 else torch.float32
         parts = [Weights.of(one.mode, [w.detach() for w in one.weights]) for one in net.parts]
         #: The layers of each track.
@@ -223,7 +223,7 @@ class HeldLayers(Core):
         self.forward = (use.in_place if plan.forward_by == "in place" else use).forward
         self.recall = use.recall
         #: Whether a second run can take h from the outputs of the top layer, without a recurrence.
-        self.follows = self.kind != "LSTM" or self.recall is not None
+        self.follows = not self.form.others or self.recall is not None
 
     @cached_property
     def parameters(self) -> Tensors:
@@ -303,7 +303,8 @@ class HeldLayers(Core):
             own = slice(number * self.count, (number + 1) * self.count)
             self._backpropagate(tape, gradients, number, g[own])
         dtype = tape.first[0].dtype
-        gradients.states = [part.to(dtype).contiguous() for part in g.split(self.size, -1)]
+        parts = g.tensor_split([self.size], -1)[: len(given)]
+        gradients.states = [part.to(dtype).contiguous() for part in parts]
         if self.resets is not None and self.to_entries is not None:
             totals = {id(t): g for t, g in zip(self.parameters, gradients.parameters, strict=True)}
             parts = self.to_entries.split(self.size, -1)

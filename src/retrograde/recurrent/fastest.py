@@ -71,7 +71,7 @@ def candidate(
     """
     ours, costs = kernel is not run_torch, _CUDA
     if net.weights[0].device.type == "cpu":
-        costs = _CPU["compiled" if ours else net.mode.split("_")[0]]
+        costs = _CPU["compiled" if ours else str(net.mode).split("_")[0]]
     weights = sum(w.numel() for w in net.weights if w.dim() == 2)
     step = costs.step + 2.0 * batch * weights / costs.rate
     nominal = {

@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 def room_for(weights: Weights, x: Tensor) -> Kept | None:
-    """Return buffers for the gates and cells of an LSTM's forward pass, if it can keep them."""
-    make = kernels(x.device.type, x.dtype, weights.size).forward
-    if weights.kind != "LSTM" or make is None:
+    """Return buffers for what a forward pass keeps, as an LSTM's gates and cells, if it can."""
+    make, form = kernels(x.device.type, x.dtype, weights.size).forward, weights.form
+    if not form.keeps or make is None:
         return None
-    gates, cells = (x.new_empty(*x.shape[:2], k * weights.size) for k in (4, 1))
-    return Kept(gates, cells)
+    sizes = form.gates, form.aside
+    return Kept(*(x.new_empty(*x.shape[:2], n * weights.size) for n in sizes))
 
 
 @torch.no_grad()
@@ -79,7 +79,7 @@ class LayerForward:
             self.forward = self.make(self.weights, self.samples)
         assert self.forward is not None
         steps = max(1, self.rows // self.samples)
-        at_hand = kept is not None or self.weights.kind.startswith("RNN")
+        at_hand = kept is not None or self.weights.form.gates == self.weights.form.states == 1
         room = None if at_hand else self.forward.room(min(steps, len(x)))
         for a in range(0, len(x), steps):
             part = slice(a, min(a + steps, len(x)))

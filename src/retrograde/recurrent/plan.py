@@ -15,7 +15,6 @@ from functools import cache, cached_property, partial
 from itertools import cycle
 from math import ceil, inf
 
-from retrograde.kernels.cells import GATES
 from retrograde.plan.fit import Curve, Fit, Footprint, fit, refusal, whole_fit
 from retrograde.plan.steps.closed_form import hsm_cost
 from retrograde.recurrent.bytes import Backend, Layer
@@ -117,9 +116,9 @@ class Planner:
         """
         budget = ordinary if memory is None else as_bytes(memory, ordinary)
         least, length = self.least_bytes(lengths), lengths.length
-        may = ordinary < least or (budget >= ordinary and self._lags(lengths))
+        may = self.torchs and (ordinary < least or (budget >= ordinary and self._lags(lengths)))
         vendors = self.layers[0].forward_by == "torch" and asks_for_all(memory)
-        if exact is not None and self.torchs and may and not vendors:
+        if exact is not None and may and not vendors:
             ordinary = max(ordinary, exact() - self.gradient_copy * length)
             budget = ordinary if memory is None else as_bytes(memory, ordinary)
         usual = ordinary + self.gradient_copy * length + self.extra + self.masks
@@ -169,7 +168,7 @@ class Planner:
         layer = self.layers[0]
         by_onednn = layer.kind == "LSTM" and layer.item == 4 and len(lengths.runs) == 1
         wide = by_onednn and 4 * layer.size * (layer.size + layer.width) > _ONEDNN_WEIGHTS
-        few = lengths.length < _FEW_STEPS["oneDNN" if by_onednn else layer.kind]
+        few = lengths.length < _FEW_STEPS["oneDNN" if by_onednn else str(layer.kind)]
         few = few and lengths.rows * layer.size <= _FEW_STATES
         return not self.masks and (wide or layer.forward_by == "torch" or few)
 
@@ -214,7 +213,7 @@ class Planner:
         sweeps: tuple[Backend, ...] = tuple(["sweeps"] * count)
         placed: tuple[Backend, ...] = tuple(["in place"] * count)
         found = [HeldPlan(0)]
-        if layer.loops:
+        if layer.loops and layer.form.step is None:
             found.append(HeldPlan(0, backward_by=sweeps))
         for lower in range(1, count + 1):
             found.append(HeldPlan(0, backward_by=placed[:lower] + sweeps[lower:]))
@@ -274,7 +273,7 @@ class Planner:
 
     def _again(self, lengths: Sequences, plan: HeldPlan) -> int:
         """Return how many steps' gates are recomputed for lack of memory; only an LSTM's are."""
-        return lengths.length - plan.kept if self.layers[0].kind == "LSTM" else 0
+        return lengths.length - plan.kept if self.layers[0].form.keeps else 0
 
     def _time_in_ranges(
         self, lengths: Sequences, plan: HeldPlan, budget: int, sizes: Footprint
@@ -285,7 +284,7 @@ class Planner:
         follow its outputs. If they have several layers, all but the top one run step by step. If a
         range has several spans, the gates of most are computed again.
         """
-        lstm, length, best = self.layers[0].kind == "LSTM", lengths.length, inf
+        lstm, length, best = self.layers[0].form.keeps, lengths.length, inf
         steps = span = max(1, plan.block // self.layers[0].batch)
         weights = sum(4 * one.size * (one.size + one.width) for one in self.layers)
         while (room := budget - sizes.overhead_bytes(min(steps, length))) >= 0:
@@ -312,7 +311,7 @@ class Planner:
         """
         spans, total = len(plan.steps) or lengths.spans(plan.block), 0.0
         for layer in self._run_by(plan)[0]:
-            size, gates = layer.size, GATES[layer.kind]
+            size, gates = layer.size, layer.form.gates
             weights = gates * size * (size + layer.width)
             recurrent = 2 * gates * size**2 * lengths.rows / _RATE
             run = 2 * weights * lengths.rows / _RATE + _ELEMENT * lengths.rows * gates * size

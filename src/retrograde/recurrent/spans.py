@@ -16,7 +16,7 @@ from itertools import groupby, pairwise
 
 import torch
 
-from retrograde.kernels.cells import GATES, Kind
+from retrograde.kernels.cells import AnyKind, form_of
 
 # The bytes of a block's working arrays. On a CPU they are a part of the last-level cache that cores
 # share; on a GPU, launches are the cost and memory is plentiful.
@@ -106,13 +106,13 @@ class Sequences:
         return -(-(late + self.offsets[steps]) // 2) if both else late
 
 
-def step_numbers(kind: Kind, inputs: int, size: int) -> int:
+def step_numbers(kind: AnyKind, inputs: int, size: int) -> int:
     """Return how many numbers one step of one sample has: slopes, states, inputs."""
-    return (2 * GATES[kind] + 4) * size + 2 * inputs
+    return (2 * form_of(kind).gates + 4) * size + 2 * inputs
 
 
 def sequential_block(
-    kind: Kind, samples: int, inputs: int, size: int, dtype: torch.dtype, device: str
+    kind: AnyKind, samples: int, inputs: int, size: int, dtype: torch.dtype, device: str
 ) -> int:
     """Return the steps of a block that fits the cache, of B samples, inputs I, states H."""
     step = step_numbers(kind, inputs, size) * samples * max(4, dtype.itemsize)
@@ -121,7 +121,13 @@ def sequential_block(
 
 
 def scan_lengths(
-    kind: Kind, length: int, samples: int, inputs: int, size: int, dtype: torch.dtype, device: str
+    kind: AnyKind,
+    length: int,
+    samples: int,
+    inputs: int,
+    size: int,
+    dtype: torch.dtype,
+    device: str,
 ) -> tuple[int, int]:
     """Return the steps of a block of a scan over T steps, and those of a chunk.
 
@@ -129,7 +135,7 @@ def scan_lengths(
     """
     chunk = max(1, min(round(math.sqrt(length / 2)), length))
     state = size * (2 if kind == "LSTM" else 1)
-    wide = GATES[kind] * size + 2 * state  # a row, and its products with all slopes
+    wide = form_of(kind).gates * size + 2 * state  # a row, and its products with all slopes
     per_step = step_numbers(kind, inputs, size) + (state + 1) * wide / chunk
     bytes_ = per_step * samples * max(4, dtype.itemsize)
     room = _SCAN_BYTES.get(device, _SCAN_BYTES["cuda"])

@@ -9,12 +9,13 @@ not in cuDNN's layout. So the weights of a part of a module are put into that la
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
 from torch.backends import cudnn
 
+from retrograde.kernels.cells import AnyKind
 from retrograde.replay.trees import Tensors
 from retrograde.torch_private import lay_out, recurrent_calls
 
@@ -33,10 +34,11 @@ class Layers:
     """Layers above one another, in one direction or in both.
 
     ``weights`` are in torch's order, layer by layer, each direction apart: weight_ih, weight_hh,
-    with biases bias_ih and bias_hh, with projections weight_hr.
+    with biases bias_ih and bias_hh, with projections weight_hr. A formula stands in for the mode of
+    a user's cell, whose units come last.
     """
 
-    mode: Mode
+    mode: AnyKind
     weights: Tensors
     count: int
     bias: bool
@@ -75,7 +77,7 @@ def run_torch(
     """Run all layers over all steps; this is a :data:`Kernel`."""
     if is_too_long(x, len(x) if sizes is None else len(sizes)):
         return _chained(net, x, state, sizes)
-    call = getattr(recurrent_calls, net.mode.lower())
+    call = getattr(recurrent_calls, str(net.mode).lower())
     hx: Any = tuple(state) if net.mode == "LSTM" else state[0]
     dropout, train, batch_first = 0.0, torch.is_grad_enabled(), False
     options = (net.weights, net.bias, net.count, dropout, train, net.both)
@@ -161,9 +163,18 @@ class _Laid(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         found, each = [w.detach() for w in weights], len(weights) // net.count
         (rows, size), inputs = weights[1].shape, weights[0].shape[1]
-        hidden = rows // {"LSTM": 4, "GRU": 3}.get(net.mode, 1)
+        hidden = rows // {"LSTM": 4, "GRU": 3}.get(str(net.mode), 1)
         projected = size if each % 2 else 0
-        options = each, inputs, _NUMBERS[net.mode], hidden, projected, net.count, False, False
+        options = (
+            each,
+            inputs,
+            _NUMBERS[cast(Mode, net.mode)],
+            hidden,
+            projected,
+            net.count,
+            False,
+            False,
+        )
         lay_out(found, *options)
         return tuple(found)
 

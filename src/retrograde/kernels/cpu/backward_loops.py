@@ -3,20 +3,25 @@
 A thread takes its samples from the last step to the first, a few steps at a time. For these steps
 it computes slopes, the recurrence, and the products with inputs, states and weights. So
 intermediate results stay in the cache of one core. Each core passes on only its sums of the
-weights' gradients. Array names are those of ``sweep_loops`` and ``slope_loops``, and those of
-:class:`BackwardArrays`.
+weights' gradients.
+
+:func:`backward` is compiled for each cell (:mod:`retrograde.kernels.cpu.loops`). In each copy the
+names in capitals are the numbers of its cell, and ``_pull`` is its derivative.
 """
+
+# ruff: noqa: RUF005 (numba adds tuples, but does not unpack them)
 
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from retrograde.kernels.cells import Kind
-from retrograde.kernels.cpu import cells as cell
+from retrograde.kernels.cells import Formula
 from retrograde.kernels.cpu.llvm.lanes import (
     LANES,
+    Compiled,
     Reals,
+    added,
     compiled,
     inlined,
     load,
@@ -26,8 +31,10 @@ from retrograde.kernels.cpu.llvm.lanes import (
 )
 from retrograde.kernels.cpu.llvm.tiles import PANEL, pack, product, whole_vectors
 
-# The gate gradients of a row, in multiples of H. A GRU has those of m = U_n h + b, r, z and n.
-ROW: dict[Kind, int] = {"RNN_TANH": 1, "RNN_RELU": 1, "GRU": 4, "LSTM": 4}
+# The numbers of a copy's cell. Its gates may be computed again, or be kept, or neither.
+GATES = WHOLE = SPLIT = OTHERS = ASIDE = UNITS = 0
+AGAIN = KEEPS = False
+_pull: Compiled = None
 # Gate gradients are buffered per thread, in rows (one row is one step of one sample). The buffer is
 # halved at four samples or fewer, where it would dominate.
 _ROWS = 64
@@ -38,19 +45,20 @@ _FEW = 4
 class BackwardArrays(NamedTuple):
     """What the backward pass of a block reads and writes. What a cell does not need has no steps.
 
-    A GRU's gates are recomputed, from transposed weights in panels. A buffered row has the gate
-    gradients; a GRU's has those of m, r, z and n, in this order. Here m = U_n h + b_n, and n
-    depends on r m. The first three are multiplied by ``hidden``, whose rows are in the order n, r,
-    z. The last three are multiplied by ``inputs``. The rows of ``to_hidden`` and ``to_inputs`` are
-    in the same orders, and ``to_biases`` is in the order of a buffered row.
+    Gates that were not kept are recomputed, from transposed weights in panels. A buffered row has
+    the gate gradients: those of whole gates, of h's part of split gates, and of x's part of them. A
+    GRU's are those of r, z, m and n. Here m = U_n h + b_n, and n depends on r m. The first K are
+    multiplied by ``hidden``. Then x's part takes the place of h's, and the first K are multiplied
+    by ``inputs``. ``to_biases`` is in the order of a buffered row.
     """
 
-    from_inputs: Reals  # a GRU's input weights (I, 3 H)
-    from_states: Reals  # a GRU's hidden weights (H, 3 H)
-    biases: Reals  # a GRU's (2, 3 H)
-    gates: Reals  # (L, B, 4 H), an LSTM's i, f, g, o
-    after: Reals  # (L, B, H), h after each step; for a GRU absent
-    cells: Reals  # (L, B, H), an LSTM's c before each step
+    from_inputs: Reals  # the input weights (I, K·H), for gates that are recomputed
+    from_states: Reals  # the hidden weights (H, K·H), likewise
+    biases: Reals  # (2, K·H), likewise
+    own: Reals  # (V, H), the numbers of each unit
+    gates: Reals  # (L, B, K·H), kept gates; no steps if they are recomputed, or not needed
+    cells: Reals  # (L, B, N H), what is kept beside them
+    after: Reals  # (L, B, H), h after each step
 
     x: Reals  # (L, B, I), the inputs
     before: Reals  # (L, B, H), h before each step
@@ -65,6 +73,7 @@ class BackwardArrays(NamedTuple):
     to_inputs: tuple[Reals, Reals]  # (P, K·H, W)
     to_hidden: tuple[Reals, Reals]  # (P, K·H, W')
     to_biases: Reals  # (P, N)
+    to_own: Reals  # (P, V, H)
     rooms: Reals  # scratch memory of each thread (:func:`room_for`)
 
 
@@ -85,12 +94,15 @@ def steps_at_once(samples: int, length: int) -> int:
     return max(1, min(rows // samples, length))
 
 
-def room_for(kind: Kind, length: int, samples: int, inputs: int, size: int) -> int:
-    """Return the size of a thread's ``room``, for ``length`` steps of its samples, I and H."""
+def room_for(
+    form: Formula, length: int, samples: int, inputs: int, size: int, *, again: bool
+) -> int:
+    """Return the size of a thread's ``room``, for ``length`` steps of its samples, I and H. It may
+    compute gates ``again``."""
     rows = int(steps_at_once(samples, length)) * samples
-    fixed = rows * int(row_length(ROW[kind] * size)) + samples * int(whole_vectors(size))
-    if kind == "GRU":
-        fixed += 2 * samples * int(whole_vectors(3 * size))
+    fixed = rows * int(row_length(form.row * size)) + samples * int(whole_vectors(size))
+    if again:
+        fixed += 2 * samples * int(whole_vectors(form.gates * size))
     return fixed + rows * PANEL * -(-max(inputs, size) // PANEL)  # also holds rows of dx
 
 
@@ -101,63 +113,64 @@ def _divided(room: Reals, first: int, second: int) -> tuple[Reals, Reals, Reals]
     return room[:first], room[first : first + second], room[first + second :]
 
 
-@compiled
-def backward(kind: int, relu: bool, of: BackwardArrays, number: int, first: int, last: int) -> None:
-    """Backpropagate samples first … last − 1.
-
-    ``kind`` is the number of gates: of an RNN (with tanh or ReLU), a GRU or an LSTM.
-    """
+def backward(of: BackwardArrays, number: int, first: int, last: int) -> None:
+    """Backpropagate samples first … last − 1."""
     g, hidden, (length, samples, size) = of.g, of.hidden, of.before.shape
-    is_gru, state, each, wide = kind == 3, g.shape[1], last - first, whole_vectors(size)
-    stride, steps = row_length((4 if is_gru else kind) * size), steps_at_once(each, length)
-    width, three = of.x.shape[2], whole_vectors(3 * size) if is_gru else 0
+    state, each, wide = g.shape[1], last - first, whole_vectors(size)
+    stride, steps = row_length((GATES + SPLIT) * size), steps_at_once(each, length)
+    width, again = of.x.shape[2], whole_vectors(GATES * size)
+    if not AGAIN or of.gates.shape[0]:
+        again = 0
     s, into, rest = _divided(of.rooms[number], steps * each * stride, each * wide)
-    driven, recurrent, rest = _divided(rest, each * three, each * three)
+    driven, recurrent, rest = _divided(rest, each * again, each * again)
     x, h, y, c = of.x.reshape(-1), of.before.reshape(-1), of.after.reshape(-1), of.cells.reshape(-1)
     given, terms, known = of.gates.reshape(-1), of.losses.reshape(-1), g.reshape(-1)
+    p, to_own = of.own.reshape(-1), of.to_own[number].reshape(-1)
     for stop in range(length, 0, -steps):
         start = max(0, stop - steps)
         for t in range(stop - 1, start - 1, -1):
             row, top = t * samples + first, (t - start) * each * stride
             into[:] = 0
-            if is_gru:
+            if again:
                 for b in range(each):
-                    driven[b * three : b * three + 3 * size] = of.biases[0]
-                    recurrent[b * three : b * three + 3 * size] = of.biases[1]
-                product(x, row * width, width, 1, each, of.from_inputs, three, driven, three)
-                product(h, row * size, size, 1, each, of.from_states, three, recurrent, three)
+                    driven[b * again : b * again + GATES * size] = of.biases[0]
+                    recurrent[b * again : b * again + GATES * size] = of.biases[1]
+                product(x, row * width, width, 1, each, of.from_inputs, again, driven, again)
+                product(h, row * size, size, 1, each, of.from_states, again, recurrent, again)
             for b in range(each):
-                own, of_h, u = (row + b) * size, (first + b) * state, b * three
+                place, of_h, u = (row + b) * size, (first + b) * state, b * again
                 for j in range(0, size, LANES):
-                    left, at, w, v = size - j, own + j, top + b * stride + j, u + j
+                    left, at, w, v = size - j, place + j, top + b * stride + j, u + j
                     d = load(known, of_h + j, left)
                     if of.losses.shape[0]:
                         d = d + load(terms, at, left)
-                    if kind == 1:
-                        store(s, w, d * cell.rnn_slope(load(y, at, left), relu), left)
-                    elif is_gru:
-                        r = load(driven, v, left) + load(recurrent, v, left)
-                        z = load(driven, v + size, left) + load(recurrent, v + size, left)
-                        m = load(recurrent, v + 2 * size, left)
-                        r, z, n = cell.gru_gates(r, z, load(driven, v + 2 * size, left), m)
-                        s_r, s_z, s_m, s_n = cell.gru_slopes(r, z, n, m, load(h, at, left))
-                        store_each(s, w, size, left, (d * s_m, d * s_r, d * s_z, d * s_n))
-                        store(into, b * wide + j, d * z, LANES)
+                    aside, split = ASIDE * place + j, v + WHOLE * size
+                    if AGAIN and (again or not KEEPS):
+                        whole = load_each(driven, v, size, left, WHOLE)
+                        gates = added(whole, load_each(recurrent, v, size, left, WHOLE))
+                        gates = gates + load_each(driven, split, size, left, SPLIT)
+                        gates = gates + load_each(recurrent, split, size, left, SPLIT)
                     else:
-                        i, f, n, o = load_each(given, 4 * own + j, size, left, 4)
-                        s_i, s_f, s_g, s_o, e = cell.lstm_slopes(
-                            i, f, n, o, load(c, at, left), load(y, at, left)
-                        )
-                        dc = load(known, of_h + size + j, left) + d * e
-                        store(known, of_h + size + j, dc * f, left)
-                        store_each(s, w, size, left, (dc * s_i, dc * s_f, dc * s_g, d * s_o))
+                        gates = load_each(given, GATES * place + j, size, left, GATES)
+                        gates = gates + load_each(c, aside + OTHERS * size, size, left, SPLIT)
+                    before = (load(h, at, left),) + load_each(c, aside, size, left, OTHERS)
+                    own = load_each(p, j, size, left, UNITS)
+                    after = (d,) + load_each(known, of_h + size + j, size, left, OTHERS)
+                    of_gates, of_state, of_others, of_own = _pull(
+                        gates, before, load(y, at, left), own, after
+                    )
+                    store_each(s, w, size, left, of_gates)
+                    store_each(into, b * wide + j, 0, LANES, of_state)
+                    store_each(known, of_h + size + j, size, left, of_others)
+                    if UNITS:
+                        of_own = added(load_each(to_own, j, size, left, UNITS), of_own)
+                        store_each(to_own, j, size, left, of_own)
             product(s, top, stride, 1, each, hidden, wide, into, wide)
             for b in range(each):
                 g[first + b, :size] = into[b * wide : b * wide + size]
             if of.starts.shape[0]:
                 leave(of.starts[t], g, of.to_entry, first, last)
-        to_inputs = s[size:] if is_gru else s
-        _add_products(of, s, to_inputs, stride, start, stop, rest, number, first, last)
+        _add_products(of, SPLIT * size, s, stride, start, stop, rest, number, first, last)
 
 
 @compiled
@@ -171,16 +184,20 @@ def leave(starts: NDArray[np.bool_], g: Reals, to_entry: Reals, first: int, last
 
 @compiled
 def _add_products(
-    of: BackwardArrays, to_states: Reals, to_inputs: Reals, stride: int, start: int, stop: int,
-    room: Reals, number: int, first: int, last: int,
+    of: BackwardArrays, split: int, s: Reals, stride: int, start: int, stop: int, room: Reals,
+    number: int, first: int, last: int,
 ) -> None:  # fmt: skip
     """Add what the buffered rows of steps start … stop − 1 give to the weights, and write dx."""
-    _add_bias(to_states, stride, (stop - start) * (last - first), of.to_biases[number])
+    rows = (stop - start) * (last - first)
+    _add_bias(s, stride, rows, of.to_biases[number])
     weights, inputs = _of(of.to_hidden, number), _of(of.to_inputs, number)
-    _add_weights(to_states, stride, of.before[start:stop], weights, room, first, last)
-    _add_weights(to_inputs, stride, of.x[start:stop], inputs, room, first, last)
+    _add_weights(s, stride, of.before[start:stop], weights, room, first, last)
+    for row in range(rows if split else 0):
+        end = row * stride + weights.shape[0]
+        s[end - split : end] = s[end : end + split]
+    _add_weights(s, stride, of.x[start:stop], inputs, room, first, last)
     if of.dx.shape[0]:
-        _to_inputs(to_inputs, stride, of.inputs, of.dx[start:stop], room, first, last)
+        _to_inputs(s, stride, of.inputs, of.dx[start:stop], room, first, last)
 
 
 @inlined

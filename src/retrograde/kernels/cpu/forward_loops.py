@@ -1,21 +1,27 @@
-"""The loops of :mod:`retrograde.kernels.cpu.layer` that run a layer forward."""
+"""The loops of :mod:`retrograde.kernels.cpu.layer` that run a layer forward.
+
+:func:`run` and :func:`recall` are compiled for each cell (:mod:`retrograde.kernels.cpu.loops`). In
+each copy the names in capitals are the numbers of its cell, and ``_run`` is what it computes.
+"""
+
+# ruff: noqa: RUF005 (numba adds tuples, but does not unpack them)
 
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from retrograde.kernels.cpu.cells import gru_gates, lstm_gates, rnn_state
 from retrograde.kernels.cpu.llvm.barrier import Counts, meet
 from retrograde.kernels.cpu.llvm.lanes import (
     LANES,
+    Compiled,
     Reals,
+    added,
     compiled,
     load,
     load_each,
     store,
     store_each,
-    tanh,
 )
 from retrograde.kernels.cpu.llvm.tiles import dots, product
 
@@ -23,18 +29,24 @@ from retrograde.kernels.cpu.llvm.tiles import dots, product
 class ForwardArrays(NamedTuple):
     """What a layer's forward pass reads and writes. What a cell does not need is empty."""
 
-    driven: Reals  # (L, B, K·H), x W and biases; an LSTM's are overwritten by i, f, g, o
+    driven: Reals  # (L, B, K·H), x W and biases, overwritten by ``gates`` of ``Kept``
     outputs: Reals  # (L, B, H), receives h after each step
-    before: Reals  # (L, B, H), receives an LSTM's c before each step, if it is to be kept
-    bias: Reals  # (3 H), a GRU's bias_hh, which ``driven`` does not include
+    aside: Reals  # (L, B, N H), receives ``cells`` of ``Kept``
+    bias: Reals  # of split gates, the biases of h's part
+    own: Reals  # (V, H), the numbers of each unit
     # The transposed hidden weights (H, K·H) in panels for each part of the units, or (1, K·H, 1, H)
     # as they lie.
     hidden: Reals
     h: Reals  # (B, H), the state before the first step, overwritten by that after the last
-    c: Reals  # (B, H), likewise for an LSTM
+    c: Reals  # (B, N H), likewise the other parts of the state
     starts: NDArray[np.bool_]  # (L, B), true before a step at which a sample begins anew
     entry: Reals  # (B, n), the states with which they do
     sums: Reals  # scratch memory, a row of whole vectors for each part and sample
+    keeps: bool  # whether what a backward pass needs is kept
+
+
+GATES = WHOLE = SPLIT = OTHERS = ASIDE = UNITS = 0
+_run: Compiled = None
 
 
 @compiled
@@ -63,26 +75,21 @@ def _multiply(
         product(h, at, size, 1, rows, weights, gates * (right - left), own, width)
 
 
-@compiled
 def run(
-    gates: int, relu: bool, of: ForwardArrays, units: Counts, by_units: bool, meeting: Counts,
-    first: int, last: int,
-) -> None:  # fmt: skip
-    """Run samples, or parts of the units, first … last − 1.
-
-    ``gates`` is one for an RNN (with tanh or ReLU), three for a GRU and four for an LSTM.
-    """
-    driven, outputs, before, bias, hidden, h, c, starts, entry, sums = of
+    of: ForwardArrays, units: Counts, by_units: bool, meeting: Counts, first: int, last: int
+) -> None:
+    """Run samples, or parts of the units, first … last − 1."""
+    driven, outputs, aside, bias, own, hidden, h, c, starts, entry, sums, keeps = of
     samples, size = h.shape
     x, y, states, numbers = driven.reshape(-1), outputs.reshape(-1), h.reshape(-1), samples * size
-    cells, cells_before, width = c.reshape(-1), before.reshape(-1), sums.shape[2]
+    others, kept_aside, width, p = c.reshape(-1), aside.reshape(-1), sums.shape[2], own.reshape(-1)
     one, many, low, high = extent(by_units, units, samples, first, last)
     # Weights as they lie are all in one part.
     u, weights, rows = sums[one, low:high].reshape(-1), hidden[one % len(hidden)], high - low
     for t in range(driven.shape[0]):
         if starts.shape[0]:
             enter(starts[t], entry, h, 0, first, last)
-            if gates == 4:
+            if OTHERS:
                 enter(starts[t], entry, c, size, first, last)
         for part in range(one, many):
             left, right = units[part], units[part + 1]
@@ -91,39 +98,31 @@ def run(
                 u, weights = sums[part, low:high].reshape(-1), hidden[part % len(hidden)]
             if by_units and t:  # other threads may still read h after this step
                 at = (t - 1) * numbers
-                _multiply(gates, y, at, size, rows, weights, left, right, u, width)
+                _multiply(GATES, y, at, size, rows, weights, left, right, u, width)
             else:
                 at = low * size
-                _multiply(gates, states, at, size, rows, weights, left, right, u, width)
+                _multiply(GATES, states, at, size, rows, weights, left, right, u, width)
             for b in range(low, high):
-                row, own = b * size, (b - low) * width - left
+                row, place = b * size, (b - low) * width - left
                 at = t * numbers + row
                 for j in range(left, right, LANES):
-                    rest, v, w = right - j, gates * at + j, own + j
-                    if gates == 1:
-                        state = rnn_state(load(u, w, rest) + load(x, v, rest), relu)
-                    elif gates == 3:
-                        r = load(x, v, rest) + (load(u, w, rest) + load(bias, j, rest))
-                        z = load(u, w + each, rest) + load(bias, size + j, rest)
-                        m = load(u, w + 2 * each, rest) + load(bias, 2 * size + j, rest)
-                        z, driven_n = load(x, v + size, rest) + z, load(x, v + 2 * size, rest)
-                        r, z, n = gru_gates(r, z, driven_n, m)
-                        if by_units and t:
-                            state = n + z * (load(y, at - numbers + j, rest) - n)
-                        else:
-                            state = n + z * (load(states, row + j, rest) - n)
+                    rest, v, w = right - j, GATES * at + j, place + j
+                    whole = load_each(x, v, size, rest, WHOLE)
+                    whole = added(whole, load_each(u, w, each, rest, WHOLE))
+                    apart = load_each(u, w + WHOLE * each, each, rest, SPLIT)
+                    apart = added(apart, load_each(bias, j, size, rest, SPLIT))
+                    if by_units and t:
+                        now = load(y, at - numbers + j, rest)
                     else:
-                        i, f, g, o = load_each(x, v, size, rest, 4)
-                        u_i, u_f, u_g, u_o = load_each(u, w, each, rest, 4)
-                        i, f, g, o = lstm_gates(i + u_i, f + u_f, g + u_g, o + u_o)
-                        cell = load(cells, row + j, rest)
-                        if before.shape[0]:
-                            store(cells_before, at + j, cell, rest)
-                        cell = f * cell + i * g
-                        store_each(x, v, size, rest, (i, f, g, o))
-                        store(cells, row + j, cell, rest)
-                        state = o * tanh(cell)
-                    store(y, at + j, state, rest)
+                        now = load(states, row + j, rest)
+                    more = load_each(others, OTHERS * row + j, size, rest, OTHERS)
+                    gates = whole + load_each(x, v + WHOLE * size, size, rest, SPLIT) + apart
+                    after, kept = _run(gates, (now,) + more, load_each(p, j, size, rest, UNITS))
+                    if keeps:
+                        store_each(kept_aside, ASIDE * at + j, size, rest, more + apart)
+                        store_each(x, v, size, rest, kept)
+                    store_each(others, OTHERS * row + j, size, rest, after[1:])
+                    store(y, at + j, after[0], rest)
         if by_units and last - first < len(units) - 1:
             meet(meeting, t + 1)
         elif not by_units:
@@ -135,27 +134,33 @@ def run(
         h[:, left:right] = outputs[outputs.shape[0] - 1, :, left:right]
 
 
-@compiled
-def run_cells(
-    gates: Reals, before: Reals, c: Reals, starts: NDArray[np.bool_], entry: Reals, first: int,
-    last: int,
+def recall(
+    gates: Reals, aside: Reals, before: Reals, c: Reals, own: Reals, starts: NDArray[np.bool_],
+    entry: Reals, first: int, last: int,
 ) -> None:  # fmt: skip
-    """Run an LSTM's c alone. ``gates`` are all that enters the gates, overwritten by i, f, g, o."""
-    samples, size = c.shape
-    flat, cells, cells_before = gates.reshape(-1), c.reshape(-1), before.reshape(-1)
+    """Run the other parts of the state alone, given h ``before`` each step.
+
+    ``gates`` are all that enters the gates, overwritten by what is kept of them. ``aside`` has h's
+    part of split gates, and receives the other parts before each step.
+    """
+    samples, size = before.shape[1:]
+    flat, h, p = gates.reshape(-1), before.reshape(-1), own.reshape(-1)
+    others, kept_aside = c.reshape(-1), aside.reshape(-1)
     for t in range(gates.shape[0]):
         if starts.shape[0]:
             enter(starts[t], entry, c, size, first, last)
         for b in range(first, last):
             for j in range(0, size, LANES):
-                left, at, row = size - j, (t * samples + b) * size + j, b * size + j
-                v = 4 * (at - j) + j
-                i, f, g, o = load_each(flat, v, size, left, 4)
-                i, f, g, o = lstm_gates(i, f, g, o)
-                cell = load(cells, row, left)
-                store(cells_before, at, cell, left)
-                store_each(flat, v, size, left, (i, f, g, o))
-                store(cells, row, f * cell + i * g, left)
+                left, at, row = size - j, (t * samples + b) * size, OTHERS * b * size + j
+                v, w = GATES * at + j, ASIDE * at + j
+                given = load_each(flat, v, size, left, GATES)
+                given = given + load_each(kept_aside, w + OTHERS * size, size, left, SPLIT)
+                more = load_each(others, row, size, left, OTHERS)
+                state = (load(h, at + j, left),) + more
+                after, kept = _run(given, state, load_each(p, j, size, left, UNITS))
+                store_each(kept_aside, w, size, left, more)
+                store_each(flat, v, size, left, kept)
+                store_each(others, row, size, left, after[1:])
 
 
 @compiled

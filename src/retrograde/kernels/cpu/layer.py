@@ -7,11 +7,11 @@ whole block of steps. The dtype is float32 or float64.
 
 The references are torch's own kernel for :class:`Forward`, and for :class:`Backward` the functions
 of :mod:`retrograde.kernels.sweep` and :mod:`retrograde.kernels.cells`. The loops are in
-``forward_loops`` and ``backward_loops``, and the formulas of the cells in ``cells``. Vectors are in
-``lanes``, and matrix products in ``tiles``.
+``forward_loops`` and ``backward_loops``, and what torch's cells compute in ``cells``. A formula is
+a cell as those are. Vectors are in ``lanes``, and matrix products in ``tiles``.
 """
 
-import functools
+from functools import partial, reduce
 from itertools import pairwise
 from math import ceil, prod
 from typing import Any
@@ -19,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrograde.kernels.cells import GATES, Block, Kept, Kind, Resets, Weights
-from retrograde.kernels.cpu import backward_loops, forward_loops
-from retrograde.kernels.cpu.backward_loops import ROW, BackwardArrays, room_for
+from retrograde.kernels.cells import Block, Formula, Kept, Resets, Weights
+from retrograde.kernels.cpu.backward_loops import BackwardArrays, room_for
 from retrograde.kernels.cpu.forward_loops import ForwardArrays
 from retrograde.kernels.cpu.llvm.barrier import (
     bounds_of_units,
@@ -31,10 +30,17 @@ from retrograde.kernels.cpu.llvm.barrier import (
 from retrograde.kernels.cpu.llvm.lanes import LANES, Reals
 from retrograde.kernels.cpu.llvm.threads import numbered, parts_for, share
 from retrograde.kernels.cpu.llvm.tiles import panels, panels_of, whole_vectors
+from retrograde.kernels.cpu.loops import loops_of
 from retrograde.kernels.cpu.products import linear
 from retrograde.kernels.cpu.sweep import ELEMENT_WORK, starts_of
 
 State = tuple[Tensor, ...]
+
+
+def _own(weights: Weights) -> Reals:
+    """Return the numbers of each unit (V, H)."""
+    units = weights.hidden[:0] if weights.units is None else weights.units
+    return units.detach().contiguous().numpy()
 
 
 class Forward:
@@ -44,7 +50,8 @@ class Forward:
     """
 
     def __init__(self, weights: Weights, samples: int, *, in_panels: bool = True) -> None:
-        self.weights, gates = weights, GATES[weights.kind]
+        self.weights, gates = weights, weights.form.gates
+        self.loops = loops_of(weights.kind, weights.hidden.dtype)
         self.bias, own = _biases(weights)
         u = weights.hidden.detach()
         parts = parts_of_units(samples, weights.size, gates)
@@ -60,9 +67,9 @@ class Forward:
         self.work = samples * len(u) * (weights.size + ELEMENT_WORK // 4)
 
     @staticmethod
-    def numbers(kind: Kind, samples: int, size: int, parts: int, *, in_panels: bool) -> int:
+    def numbers(form: Formula, samples: int, size: int, parts: int, *, in_panels: bool) -> int:
         """Return how many numbers an instance allocates; a part of several is copied twice."""
-        whole, own = GATES[kind] * size, GATES[kind] * bounds_of_units(size, parts)[1]
+        whole, own = form.gates * size, form.gates * bounds_of_units(size, parts)[1]
         found = parts * samples * int(whole_vectors(own)) + whole
         copies = parts * panels_of(own) + (own if parts > 1 else 0)
         return found + (copies * size if in_panels else 0)
@@ -79,32 +86,40 @@ class Forward:
 
         Args:
             x: the inputs.
-            state: (h,) or (h, c), each (B, H) and contiguous; overwritten by the state after.
+            state: (h,) or (h, c), contiguous; overwritten by the state after. h is (B, H), as an
+                LSTM's c is, and a formula's c (B, N H) has all other parts of the state.
             outputs: receives h after each step (L, B, H).
-            gates: scratch memory (L, B, K·H). An LSTM's receive i, f, g, o. An RNN's may be the
-                same tensor as the outputs.
-            cells: receives an LSTM's c before each step (L, B, H), if given.
+            gates: scratch memory (L, B, K·H), which receives what is kept of gates. That of a cell
+                with one gate and one state may be the same tensor as the outputs.
+            cells: receives what is kept beside them, if something is to be kept.
             resets: where samples begin anew.
         """
         linear(x.flatten(0, 1), self.weights.inputs, self.bias, gates.flatten(0, 1))
-        kind, none = self.weights.kind, outputs[:0]
-        before = none if cells is None else cells
-        c = state[1] if kind == "LSTM" else none.flatten(0, 1)
-        arrays = [t.numpy() for t in (gates, outputs, before, *self.fixed, state[0], c)]
-        arrays += [*starts_of(resets, self.sums)[:2], self.sums.numpy()]
-        given = GATES[kind], kind == "RNN_RELU", ForwardArrays(*arrays), self.units
+        none, (bias, hidden), keeps = outputs[:0], self.fixed, cells is not None
+        c = state[1] if len(state) > 1 else none.flatten(0, 1)
+        kept = gates, outputs, none if cells is None else cells, bias
+        arrays: list[Any] = [*(t.numpy() for t in kept), _own(self.weights)]
+        arrays += [t.numpy() for t in (hidden, state[0], c)]
+        arrays += [*starts_of(resets, self.sums)[:2], self.sums.numpy(), keeps]
+        given = ForwardArrays(*arrays), self.units
         parts = parts_for(len(state[0]), len(x) * self.work)
         many = 0 if resets is not None else len(self.units) - 1
-        share_or_meet(forward_loops.run, parts, many, *given)
+        share_or_meet(self.loops.run, parts, many, *given)
 
 
 def _biases(weights: Weights) -> tuple[Tensor | None, Tensor | None]:
-    """Return the bias of the inputs' part of the gates, and that of a GRU's state."""
-    inputs, hidden = weights.bias_inputs, weights.bias_hidden
-    if weights.kind == "GRU":
-        rows = weights.hidden.shape[0]
-        return inputs, weights.hidden.new_zeros(rows) if hidden is None else hidden
-    return inputs if hidden is None or inputs is None else inputs + hidden, None
+    """Return the bias of the inputs' part of the gates, and that of h's part of split gates. The
+    former has both biases of whole gates."""
+    inputs, hidden, form = weights.bias_inputs, weights.bias_hidden, weights.form
+    whole, own = form.whole * weights.size, None
+    if form.split:
+        rows = form.split * weights.size
+        own = weights.hidden.new_zeros(rows) if hidden is None else hidden[whole:]
+    if inputs is None or hidden is None:
+        return inputs, own
+    inputs = inputs.clone()
+    inputs[:whole] += hidden[:whole]
+    return inputs, own
 
 
 class Backward:
@@ -118,69 +133,83 @@ class Backward:
         totals: the gradients of the weights, by name, to which those of the blocks are added.
         samples: B.
         steps: the most steps of a block.
-        at_once: let the first thread add directly to totals whose rows are whole vectors, every
-            few dozen steps. This takes less memory and rounds more.
+        at_once: let the first thread add directly to the totals, every few dozen steps. This takes
+            less memory and rounds more.
+        in_place: copy no weights, and add all sums directly, on one thread. Gates must be kept.
     """
 
     def __init__(
         self, weights: Weights, totals: dict[str, Tensor], samples: int, steps: int, *,
-        at_once: bool = False,
+        at_once: bool = False, in_place: bool = False,
     ) -> None:  # fmt: skip
         size, width = weights.size, weights.inputs.shape[1]
         self.weights, self.totals = weights, totals
-        self.constants, hidden = _constants(weights)
+        form = weights.form
+        self.loops = loops_of(weights.kind, weights.hidden.dtype)
+        again, hidden = form.again and not in_place, weights.hidden
+        self.constants = _constants(weights, again)
         work = steps * samples * hidden.shape[0] * (2 * size + width)
-        self.parts = parts_for(samples, work)
+        self.parts = [(0, samples)] if in_place else parts_for(samples, work)
         self.numbered = numbered(self.parts)
         each = max(last - first for first, last in self.parts)
-        self.read = [_readable(w, each).numpy() for w in (weights.inputs, hidden)]
-        self.direct = {
-            name: at_once and _has_whole_vectors(totals[name])
-            for name in (("inputs",) if weights.kind == "GRU" else ("inputs", "hidden"))
-        }
+        given = weights.inputs, hidden
+        self.read = [
+            (w.detach().contiguous()[None] if in_place else _readable(w, each)).numpy()
+            for w in given
+        ]
+        straight = totals["inputs"].is_contiguous() and totals["hidden"].is_contiguous()
+        self.direct = ("inputs", "hidden") if straight and (in_place or at_once) else ()
         self.sums = {
-            name: hidden.new_zeros(len(self.parts) - self.direct.get(name, False), *shape)
-            for name, shape in _shapes_of_sums(weights.kind, width, size).items()
+            name: hidden.new_zeros(len(self.parts) - (name in self.direct), *shape)
+            for name, shape in _shapes_of_sums(form, width, size).items()
         }
         # A thread with fewer samples may have more rows.
-        rooms = (room_for(weights.kind, steps, b - a, width, size) for a, b in self.parts)
+        rooms = (room_for(form, steps, b - a, width, size, again=again) for a, b in self.parts)
         room = hidden.new_empty(len(self.parts), max(rooms))
         own = {name: sums.numpy() for name, sums in self.sums.items()}
         twice = [
-            (totals[name][None].numpy() if self.direct.get(name) else own[name][:0], own[name])
+            (totals[name][None].numpy() if name in self.direct else own[name][:0], own[name])
             for name in ("inputs", "hidden")
         ]
-        self.own = *twice, own["biases"], room.numpy()
+        self.own = *twice, own["biases"], own["units"], room.numpy()
         self.absent: Reals = hidden.new_empty(0, 1, 1).numpy()
 
     @staticmethod
-    def pays(samples: int, size: int, gates: int, threads: int = 0) -> bool:
-        """Return whether this is the fastest: if weights are few and threads share the samples."""
-        few = gates * size**2 <= _LARGE
-        return few and samples > 1 and parts_of_units(samples, size, gates, threads) == 1
+    def pays(form: Formula, samples: int, size: int, threads: int = 0) -> bool:
+        """Return whether this is the fastest: if weights are few and threads share the samples. A
+        formula has no other."""
+        if form.step is not None:
+            return True
+        few = form.gates * size**2 <= _LARGE
+        return few and samples > 1 and parts_of_units(samples, size, form.gates, threads) == 1
 
     @staticmethod
     def numbers(
-        kind: Kind, samples: int, width: int, size: int, steps: int, threads: int, at_once: bool
-    ) -> int:
+        form: Formula, samples: int, width: int, size: int, steps: int, threads: int, at_once: bool,
+        in_place: bool = False,
+    ) -> int:  # fmt: skip
         """Return how many numbers an instance holds at most, on so many threads."""
-        rows, parts = GATES[kind] * size, min(threads, max(1, samples // 2))
+        if in_place:
+            room = room_for(form, steps, samples, width, size, again=False)
+            return room + (form.row + form.units) * size
+        rows, parts = form.gates * size, min(threads, max(1, samples // 2))
         each = ceil(samples / parts) + (parts > 1)
         found = sum(rows * panels_of(n) for n in (width, size) if not _is_plain(each, rows, n))
-        if kind == "GRU":
-            found += (width + size) * panels_of(rows) + 2 * rows + rows * size
-        found += parts * sum(map(prod, _shapes_of_sums(kind, width, size).values()))
+        if form.again:
+            found += (width + size) * panels_of(rows) + 2 * rows
+        sums = {name: prod(shape) for name, shape in _shapes_of_sums(form, width, size).items()}
+        found += parts * sum(sums.values())
         if at_once:  # one thread sums directly into the gradients
-            found -= rows * width * (width % LANES == 0)
-            found -= rows * size * (size % LANES == 0 and kind != "GRU")
-        rooms = (room_for(kind, steps, max(1, each - fewer), width, size) for fewer in range(3))
+            found -= sums["inputs"] + sums["hidden"]
+        each_room = partial(room_for, form, steps, inputs=width, size=size, again=form.again)
+        rooms = (each_room(samples=max(1, each - fewer)) for fewer in range(3))
         return found + parts * max(rooms)
 
     def add(self, block: Block, dy: Tensor | None, g: Tensor, dx: Tensor | None) -> Tensor:
         """Backpropagate a block.
 
         Args:
-            block: the inputs and states; an LSTM's must have its kept gates and cells.
+            block: the inputs and states; with c among them, it must have kept gates and cells.
             dy: the loss's gradient of each output (L, B, H), or None for zero.
             g: the gradient of the state after the block (B, n).
             dx: receives the gradients of the inputs (L, B, I); None if they are not needed.
@@ -188,67 +217,66 @@ class Backward:
         Returns:
             The gradient of the state before the block.
         """
-        kind, kept = self.weights.kind, block.kept
-        assert kept is not None or kind != "LSTM"
+        kept = block.kept
+        assert kept is not None or not self.weights.form.others
         g = g.clone(memory_format=torch.contiguous_format)
 
         def array(t: Tensor | None) -> Reals:
             return self.absent if t is None else t.contiguous().numpy()
 
         gates, cells = (None, None) if kept is None else (kept.gates, kept.cells)
-        states = [gates, None if kind == "GRU" else block.after, cells, block.x, block.before]
+        states = gates, cells, block.after, block.x, block.before
         starts, _, to_entry = starts_of(block.resets, g)
-        arrays: list[Any] = [*self.constants, *map(array, states), *self.read, array(dy)]
-        arrays += [g.numpy(), starts, to_entry, array(dx), *self.own]
-        given = GATES[kind], kind == "RNN_RELU", BackwardArrays(*arrays)
-        share(backward_loops.backward, self.numbered, *given)
+        arrays: list[Any] = [*self.constants, _own(self.weights), *map(array, states), *self.read]
+        arrays += [array(dy), g.numpy(), starts, to_entry, array(dx), *self.own]
+        share(self.loops.backward, self.numbered, BackwardArrays(*arrays))
         return g
 
     def finish(self) -> None:
         """Add the sums of all threads to the totals, and set the sums to zero."""
-        kind, size, totals = self.weights.kind, self.weights.size, self.totals
-        inputs, hidden, biases = map(self._sum, self.sums)
-        if not self.direct["inputs"]:
+        form, size, totals = self.weights.form, self.weights.size, self.totals
+        inputs, hidden, biases, units = map(self._sum, self.sums)
+        whole, every = form.whole * size, form.gates * size
+        if not self.direct:
             totals["inputs"] += inputs[:, : totals["inputs"].shape[1]]
-        if kind == "GRU":  # the rows of the sums are m, r, z, n
-            totals["hidden"][: 2 * size] += hidden[size:, :size]
-            totals["hidden"][2 * size :] += hidden[:size, :size]
-        elif not self.direct["hidden"]:
             totals["hidden"] += hidden[:, :size]
         if "bias_inputs" in totals:
-            gru = kind == "GRU"
-            totals["bias_inputs"] += biases[size:] if gru else biases
-            if gru:
-                biases = torch.cat([biases[size : 3 * size], biases[:size]])
-            totals["bias_hidden"] += biases
+            totals["bias_hidden"] += biases[:every]
+            totals["bias_inputs"][:whole] += biases[:whole]
+            totals["bias_inputs"][whole:] += biases[every:]
+        if "units" in totals:
+            totals["units"] += units
         for sums in self.sums.values():
             sums.zero_()
 
     def _sum(self, name: str) -> Tensor:
         """Return the sum of all threads. It is in the array of the first, or in the total."""
         sums = list(self.sums[name])
-        first, *others = [self.totals[name], *sums] if self.direct.get(name) else sums
-        total: Tensor = functools.reduce(Tensor.add_, others, first)
+        if name in self.direct:
+            whole = self.totals[name]
+            sums = [whole, *(own[:, : whole.shape[1]] for own in sums)]
+        total: Tensor = reduce(Tensor.add_, sums)
         return total
 
 
-def _shapes_of_sums(kind: Kind, width: int, size: int) -> dict[str, tuple[int, ...]]:
+def _shapes_of_sums(form: Formula, width: int, size: int) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a thread's sums of the weights' gradients, by name."""
-    rows, wide = GATES[kind] * size, [int(whole_vectors(n)) for n in (width, size)]
-    return {"inputs": (rows, wide[0]), "hidden": (rows, wide[1]), "biases": (ROW[kind] * size,)}
+    rows, wide = form.gates * size, [int(whole_vectors(n)) for n in (width, size)]
+    sums = {"inputs": (rows, wide[0]), "hidden": (rows, wide[1])}
+    return {**sums, "biases": (form.row * size,), "units": (form.units, size)}
 
 
-def _constants(weights: Weights) -> tuple[list[Reals], Tensor]:
-    """Return what recomputes a GRU's gates, and the hidden weights in the order of the loop."""
-    hidden, absent = weights.hidden, weights.hidden.detach()[:0]
-    if weights.kind != "GRU":
-        return [absent[None].numpy(), absent[None].numpy(), absent.numpy()], hidden
+def _constants(weights: Weights, again: bool) -> list[Reals]:
+    """Return what computes gates again."""
+    hidden = weights.hidden.detach()
+    if not again:
+        absent = hidden[:0]
+        return [absent[None].numpy(), absent[None].numpy(), absent.numpy()]
     zero = hidden.new_zeros(hidden.shape[0])
     given = [weights.bias_inputs, weights.bias_hidden]
-    biases = torch.stack([zero if bias is None else bias for bias in given])
+    biases = torch.stack([zero if bias is None else bias.detach() for bias in given])
     forward = panels(weights.inputs.t())[0], panels(hidden.t())[0], biases
-    r_z, n = hidden.split([2 * weights.size, weights.size])
-    return [t.numpy() for t in forward], torch.cat([n, r_z])
+    return [t.numpy() for t in forward]
 
 
 # The rows of a tile of a product, and the most numbers of a matrix that is read without panels.
@@ -273,25 +301,28 @@ def _is_plain(rows: int, count: int, width: int) -> bool:
     return rows <= _TILE_ROWS and count * width <= _COMPACT and width % LANES == 0
 
 
-def _has_whole_vectors(matrix: Tensor) -> bool:
-    return matrix.is_contiguous() and matrix.shape[1] % LANES == 0
-
-
 def recall(
-    weights: Weights, x: Tensor, before: Tensor, c: Tensor, resets: Resets | None = None
+    weights: Weights, x: Tensor, before: Tensor, c: Tensor | None, resets: Resets | None = None
 ) -> Kept:
-    """Recompute an LSTM's gates i, f, g, o, and c before each step, from the kept h.
+    """Recompute what a forward pass keeps, such as an LSTM's gates and c, from the kept h.
 
     This takes matrix products, and a recurrence of c but none of h. ``x`` is (L, B, I), ``before``
-    is h before each step (L, B, H). ``c`` (B, H), before the first step, is overwritten by that
-    after the last.
+    is h before each step (L, B, H). ``c`` (B, N H), the other parts of the state before the first
+    step, is overwritten by those after the last. It is None if there are none.
     """
-    gates = before.new_empty(*before.shape[:2], 4 * weights.size)
-    cells, (bias, _) = before.new_empty(before.shape), _biases(weights)
-    flat = gates.flatten(0, 1)
+    c = before.new_empty(0, weights.size) if c is None else c
+    form, size = weights.form, weights.size
+    gates, cells = (before.new_empty(*before.shape[:2], n * size) for n in (form.gates, form.aside))
+    (bias, own), flat, h = _biases(weights), gates.flatten(0, 1), before.flatten(0, 1)
     linear(x.flatten(0, 1), weights.inputs, bias, flat)
-    linear(before.flatten(0, 1), weights.hidden, None, flat, add=True)
-    arrays = gates.numpy(), cells.numpy(), c.numpy(), *starts_of(resets, c)[:2]
+    if own is None:
+        linear(h, weights.hidden, None, flat, add=True)
+    else:
+        whole = form.whole * size
+        flat[:, :whole] += h @ weights.hidden[:whole].t()
+        cells[..., form.others * size :] = before @ weights.hidden[whole:].t() + own
+    arrays = gates.numpy(), cells.numpy(), before.contiguous().numpy(), c.numpy(), _own(weights)
     parts = parts_for(before.shape[1], before.numel() * ELEMENT_WORK)
-    share(forward_loops.run_cells, parts, *arrays)
+    loops = loops_of(weights.kind, weights.hidden.dtype)
+    share(loops.recall, parts, *arrays, *starts_of(resets, c)[:2])
     return Kept(gates, cells)

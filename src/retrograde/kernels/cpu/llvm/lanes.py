@@ -240,6 +240,18 @@ def store_each(
 
 
 @intrinsic
+def added(_: object, a: Kind, b: Kind) -> Written:
+    """Return the sums of two tuples of vectors, one by one."""
+
+    def code(context: Target, builder: Builder, signature: Signature, args: Args) -> Value:
+        pairs = [[builder.extract_value(t, k) for t in args] for k in range(len(a))]
+        found = [builder.fadd(*pair, flags=_CONTRACT) for pair in pairs]
+        return context.make_tuple(builder, signature.return_type, found)
+
+    return (types.UniTuple(a.dtype, len(a)) if len(a) else types.Tuple(()))(a, b), code
+
+
+@intrinsic
 def spread(_: object, array: Kind, index: Kind) -> Written:
     """Return a vector with the number at an index of a flat array in every lane."""
     kind = Lanes(array.dtype)
