@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
@@ -211,8 +211,12 @@ class CellCall:
         ways = moving, torch.get_num_threads(), self.compile
         shapes = *ways, core.state_like, *tensors
 
+        @cache
+        def state_later() -> Tensors:
+            return later_state(core, inputs, states)
+
         def find(settled: Settled) -> Fit:
-            later = later_state(core, inputs, states)
+            later = state_later()
             measured = largest_first(core, inputs, later, settled.step)
             idle = idle_steps(core, inputs, later)
             sizes = footprint(core, measured, later, memory=memory, first=states, ran=True)
@@ -226,9 +230,8 @@ class CellCall:
             return replace(found, node_bytes=node_bytes(found.schedule, operations))
 
         parts = [core.surroundings.found]
-        return _FITS.fit(
-            parts, shapes, repr(memory), partial(measure_step, core, inputs, states), find
-        )
+        step = partial(measure_step, core, inputs, states, state_later)
+        return _FITS.fit(parts, shapes, repr(memory), step, find)
 
     def _fit_loops(
         self, cell: Cell, state: Any

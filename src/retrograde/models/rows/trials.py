@@ -23,8 +23,7 @@ from retrograde.models.rows.rerun_arguments import RerunArguments
 from retrograde.models.rows.rest_of_model import FILLS, filling
 from retrograde.replay.generators import Source
 from retrograde.replay.referents import MODULE_TABLES
-from retrograde.replay.surroundings import Surroundings, version
-from retrograde.replay.trial import try_out
+from retrograde.replay.surroundings import Surroundings, try_out, version
 from retrograde.run.core import hooked
 from retrograde.run.states import device_of
 from retrograde.run.transforms import hooks_of_all
@@ -120,7 +119,7 @@ def _tried(
 
     device = device_of(*tensors)
     with hooked(f"layer {name}"):
-        result, surroundings, _ = try_out(call, [*layers, *hooks_of_all()], device, tensors_in)
+        result, surroundings, _ = try_out(call, [*layers, *hooks_of_all()], device)
     outputs = tensors_in(result)
     if any(t.layout is not torch.strided for t in (*tensors, *outputs)):
         raise NotExactError(
