@@ -65,7 +65,7 @@ class Stateful:
         device = device_of(*tensors)
         changes = _assigned(lambda: step(*given), step, modules, device)
         slots = tuple(
-            _StateSlot(slot.holder, slot.key, slot.called, None, then, _alike(then, now))
+            _StateSlot(slot.holder, slot.key, slot.called, then, _alike(then, now))
             for slot, then, now in changes
         )
         if not slots:

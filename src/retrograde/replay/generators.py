@@ -29,9 +29,14 @@ class Source:
 
     generator: Any
 
+    @property
+    def is_torchs(self) -> bool:
+        """Whether it is a generator of torch's."""
+        return isinstance(self.generator, torch.Generator)
+
     def position(self) -> Any:
         """Return a value that changes when a number is drawn, and takes no memory of torch's."""
-        if not isinstance(self.generator, torch.Generator):
+        if not self.is_torchs:
             return self.capture()
         # A state has five thousand bytes, so a copy draws its next number instead.
         if self.generator.device.type == "cpu":
@@ -67,7 +72,7 @@ class Source:
 
     def note(self) -> tuple[Any, Callable[[], None]]:
         """Return the position, and what sets the generator back, without memory of torch's."""
-        if isinstance(self.generator, torch.Generator):
+        if self.is_torchs:
             copy = self.generator.clone_state()
             return self.position(), lambda: self.restore(copy.get_state())
         state = self.capture()

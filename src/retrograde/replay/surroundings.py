@@ -12,9 +12,10 @@ buffers count as changed. (Batch normalization's running mean is unchanged by an
 
 Known limits: a trial leaves some things as the call left them. These are large captured tensors
 that a refused call wrote to, a closure's variables, globals, and what cannot be found from the
-cell. A generator that another thread moves during a trial counts as the call's.
+cell.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from retrograde.errors import CellError, RetrogradeError
@@ -56,7 +58,6 @@ class Slot:
     holder: dict[Any, Any]
     key: Any
     called: str
-    rest: Any = None  # its value between calls, unless that holds tensors
 
     def read(self) -> Any:
         return dict.get(self.holder, self.key, ABSENT)
@@ -137,11 +138,6 @@ class Surroundings:
         copy_back(self.buffers, rest)
         for slot, value in zip(self.moving, rest, strict=True):
             slot.write(value)
-
-    def release(self) -> None:
-        """Release the tensors that a call left."""
-        for slot in self.changing:
-            slot.write(slot.rest)
 
     def cut(self) -> None:
         """Cut off the tensors that the forward pass left from their graphs, and refuse to
@@ -225,8 +221,7 @@ class Values:
             for key in dict.fromkeys((*then, *dict.keys(holder))):
                 before, now = then.get(key, ABSENT), dict.get(holder, key, ABSENT)
                 if before is not now and not _equal(before, now):
-                    rest = None if tensors_in(before) else before
-                    slots.append((Slot(holder, key, form.format(key), rest), before))
+                    slots.append((Slot(holder, key, form.format(key)), before))
         return slots
 
     def restore(self) -> list[list[Any]]:
@@ -280,17 +275,33 @@ def try_out(
     found = find_referents(made_of)
     with MEASURING, unpacked(), torch.enable_grad():
         noted = _Noted(found, device)
-        try:
-            with autocast_as_now(device):
-                mark, value = next_node(), call()
-        except BaseException:
-            noted.put_back()
-            raise
-        surroundings = noted.put_back()
+        value, mark = noted.run(call)
+        if noted.drawn and threading.active_count() > 1:  # another thread may have moved them
+            del value  # BUDGET: the graph of one call at a time
+            moved, noted = noted.drawn, _Noted(found, device)
+            with _Seeded() as own:
+                value, mark = noted.run(call)
+            noted.drawn = {
+                source: end
+                for source, end in noted.drawn.items()
+                if moved.get(source) == end and (own.seen or not source.is_torchs)
+            }
     for owner in noted.owners:
         if owner.written and (owner.mode is None or owner.skipped):
             raise CellError(_WRITES.format(tuple(owner.tensors[0].shape)))
-    return value, surroundings, mark
+    return value, noted.surroundings(), mark
+
+
+class _Seeded(TorchDispatchMode):
+    """Notes whether its own thread calls an operation that may draw."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
 
 
 class _Noted:
@@ -303,28 +314,37 @@ class _Noted:
         self.owners += [_Owner([t]) for t in found.tensors if not t.requires_grad]
         self.values = Values(found)
 
-    def put_back(self) -> Surroundings:
-        """Put everything back, and return the surroundings that have changed."""
-        drawn: list[Source] = []
-        for source, then, set_back in self.sources:
-            if source.position() != then:
-                set_back()
-                drawn.append(source)
-        for owner in self.owners:
-            owner.put_back()
-        changed = [(slot, then, slot.read()) for slot, then in self.values.changed()]
-        left = [slot for slot, _, now in changed if any(t.grad_fn for t in tensors_in(now))]
-        apart = (t for slot, _, now in changed if slot not in left for t in tensors_in(now))
+    def run(self, call: Callable[[], T]) -> tuple[T, int]:
+        """Return a call's result and autograd's sequence number before it; put everything back."""
+        try:
+            with autocast_as_now(self.device):
+                mark, value = next_node(), call()
+            return value, mark
+        finally:
+            ends = {source: source.position() for source, *_ in self.sources}
+            self.drawn = {s: ends[s] for s, then, _ in self.sources if ends[s] != then}
+            for source, _, set_back in self.sources:
+                if source in self.drawn:
+                    set_back()
+            for owner in self.owners:
+                owner.put_back()
+            self.changed = [(slot, then, slot.read()) for slot, then in self.values.changed()]
+            self.growing = self.values.restore()
+
+    def surroundings(self) -> Surroundings:
+        """Return the surroundings that a call drew from, wrote to and changed."""
+        left = [slot for slot, _, now in self.changed if any(t.grad_fn for t in tensors_in(now))]
+        apart = (t for slot, _, now in self.changed if slot not in left for t in tensors_in(now))
         nbytes = {t.untyped_storage().data_ptr(): t.nbytes for t in apart}
         return Surroundings(
             self.device,
-            sources=tuple(drawn),
+            sources=tuple(self.drawn),
             buffers=tuple(distinct(t for o in self.owners if o.written for t in o.tensors)),
-            moving=tuple(s for s, then, now in changed if is_plain(then) and is_plain(now)),
-            changing=tuple(slot for slot, *_ in changed),
+            moving=tuple(s for s, then, now in self.changed if is_plain(then) and is_plain(now)),
+            changing=tuple(slot for slot, *_ in self.changed),
             left=tuple(left),
             left_bytes=sum(nbytes.values()),
-            growing=tuple(self.values.restore()),
+            growing=tuple(self.growing),
             found=self.found,
         )
 
