@@ -65,7 +65,7 @@ def test_a_cell_that_keeps_a_state_of_its_own_is_refused():
             self.potential = 0.9 * self.potential + self.net(x)
             return self.potential, h
 
-    with pytest.raises(rg.CellError, match=r"keeps a state of its own.*make it part of the state"):
+    with pytest.raises(rg.CellError, match=r"a state of its own in Leaky\.potential: .*stateful="):
         rg.unroll(Leaky(), *usual(5), schedule=rg.plan(5, 2))
 
 

@@ -575,7 +575,8 @@ def test_what_settles_and_changes_what_the_first_step_computes(options):
             raise
         return [y.detach(), *torch.autograd.grad(y.square().sum(), [h, cell.net.weight])]
 
-    exact_or_refused(lambda: step(lambda *a: rg.unroll(*a, memory="60%")), lambda: step(loop))
+    for asked in ({"memory": "60%"}, {"schedule": rg.plan(STEPS, 3)}):
+        exact_or_refused(lambda a=asked: step(lambda *c: rg.unroll(*c, **a)), lambda: step(loop))
 
 
 def test_a_value_that_changes_at_a_later_step_is_exact_or_refused():

@@ -6,7 +6,7 @@ are dropped at once. Only what the schedule keeps is in memory.
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, SupportsIndex, cast
 
 import torch
@@ -265,14 +265,19 @@ def _fitted(task: _Task, inputs: Any, memory: Memory) -> tuple[Core, Schedule]:
     tensors = map(signature, (*source[0], *task.state, *first.parameters))
     shapes = torch.get_num_threads(), task.stream.wanted, read, *tensors
 
+    @cache
+    def state_later() -> Tensors:
+        return later_state(first, task.probed, task.state)
+
     def find(settled: Settled) -> tuple[int, Fit]:
-        state = later_state(first, task.probed, task.state)
+        state = state_later()
         sizes = footprints(task.cores, task.probed, state, memory, first=task.state)
         if settled.larger:
             sizes = [grown(one, settled.planned / max(1, first.settled.seen)) for one in sizes]
         return fit_fastest(task.cores, sizes, task.probed, state, memory)
 
-    key, step = (repr(memory), len(source)), partial(measure_step, first, task.probed, task.state)
+    step = partial(measure_step, first, task.probed, task.state, state_later)
+    key = repr(memory), len(source)
     (number, found), settled = _FITS.fit(parts, shapes, key, step, find)
     core = replace(cast(StepCore, task.cores[number].core), settled=settled)
     return core, found.schedule

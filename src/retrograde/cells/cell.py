@@ -17,9 +17,8 @@ from torch import Tensor
 
 from retrograde.errors import CellError
 from retrograde.replay.captured import Outside, find_outside
-from retrograde.replay.surroundings import Surroundings, version
+from retrograde.replay.surroundings import Surroundings, try_out, version
 from retrograde.replay.trees import LEAF, Structure, Tensors, flatten, flatten_state
-from retrograde.replay.trial import try_out
 from retrograde.run.autograd_core import AutogradCore
 from retrograde.run.layout import From, InMemory, Inputs
 from retrograde.run.prints import Prints
@@ -90,7 +89,8 @@ class StepCore(AutogradCore):
         self.settled.complete()
         used = {id(t) for t in self.parameters}
         unused = any(t.requires_grad and id(t) not in used for t in self.surroundings.found.tensors)
-        self.settled.walked = not (self.surroundings.moves or self.numbers or unused)
+        moves = self.surroundings.moves or self.surroundings.moving
+        self.settled.walked = not (moves or self.numbers or unused)
 
     def __call__(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
         result = _call(self.cell, *self._arguments(inputs, state))
@@ -153,7 +153,7 @@ def examine(
     x = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
     made_of = [*([cell] if made_of is None else made_of), *hooks_of_all()]
     step = _Trying(cell, x, input_spec, state, state_spec)
-    results, surroundings, mark = try_out(step, made_of, device, _tensors_of)
+    results, surroundings, mark = try_out(step, made_of, device)
     core = _core_like(results[0], cell, input_spec, state, state_spec, device)
     own = [*x, *step.leaves]
     core = replace(
@@ -216,13 +216,14 @@ def largest_first(core: StepCore, inputs: Inputs, state: Tensors, step: int = 0)
 
 
 def _operations(core: StepCore, inputs: Inputs, state: Tensors, step: int) -> int:
-    """Return the number of operations that a step records."""
+    """Return the number of operations that a step records, which is counted once."""
     settled, before = core.settled, core.settled.seen
-    settled.seen = 0
-    with core.surroundings.measured():
-        core.advance(inputs, step, [step + 1], state, lambda *_: None)
-    found, settled.seen = settled.seen, max(before, settled.seen)
-    return found
+    if step not in settled.counts:
+        settled.seen = 0
+        with core.surroundings.measured():
+            core.advance(inputs, step, [step + 1], state, lambda *_: None)
+        settled.counts[step], settled.seen = settled.seen, max(before, settled.seen)
+    return settled.counts[step]
 
 
 def idle_steps(core: StepCore, inputs: Inputs, state: Tensors) -> int:

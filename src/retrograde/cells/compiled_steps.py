@@ -88,7 +88,7 @@ def _does(core: StepCore) -> str | None:
     """Return what a cell's steps do that a compiled block would not reproduce exactly, or None."""
     parts = core.surroundings.found.parts()
     besides = [one for one in map(besides_forward, parts) if one and "hook" in one]
-    if core.surroundings.draws:
+    if core.surroundings.sources:
         return "draws random numbers"
     if core.surroundings.moves or core.surroundings.changing:
         return "changes its buffers or attributes"

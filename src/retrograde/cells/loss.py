@@ -177,13 +177,14 @@ def examine_loss(
     numbers = dict.fromkeys((0, last, *range(1, min(last, PROBED))))
     probing = _Probing(part, numbers)
     core = examine(probing, inputs, input_spec, state, state_spec, part.made_of)
-    plain = not core.surroundings.moves
+    around = core.surroundings
+    plain = not (around.moves or around.moving)
     if isinstance(part, RangeLoss):
-        if not plain:
+        if around.moves or around.changing:
             raise CellError(
-                "the loss draws random numbers or changes buffers: expected neither with a module, "
-                "whose ranges depend on the budget; pass a cell that runs one step, such as an "
-                "nn.LSTMCell, instead of the module"
+                "the loss draws random numbers, or changes buffers or attributes: expected neither "
+                "with a module, whose ranges depend on the budget; pass a cell that runs one step, "
+                "such as an nn.LSTMCell, instead of the module"
             )
         part = replace(part, parameters=tuple(core.targets))
     core = replace(

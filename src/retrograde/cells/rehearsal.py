@@ -4,7 +4,7 @@ Outputs, states, and the gradients of inputs and states must be the same bits (r
 parameters may differ by rounding, since they are added in another order.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -12,13 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from retrograde.cells.cell import StepCore, largest_first, later_state
+from retrograde.cells.cell import StepCore, largest_first
 from retrograde.errors import CellError
 from retrograde.replay.captured import distinct
 from retrograde.replay.fingerprints import fingerprint
 from retrograde.replay.surroundings import muted_hooks
 from retrograde.replay.trees import Tensors
-from retrograde.replay.trial import seed_of
 from retrograde.run.autograd import run_schedule
 from retrograde.run.autograd_core import run_ordinary
 from retrograde.run.core import raise_again
@@ -37,10 +36,12 @@ class _Results(NamedTuple):
     parameters: list[Tensor | None]  # their gradients
 
 
-def measure_step(core: StepCore, inputs: Inputs, state: Tensors) -> tuple[Hashable, Settled]:
-    """Rehearse a cell, and return the bytes of a step, and what is known of its steps."""
-    graphless = rehearse(core, inputs, state)
-    later = later_state(core, inputs, state)
+def measure_step(
+    core: StepCore, inputs: Inputs, state: Tensors, state_later: Callable[[], Tensors]
+) -> tuple[Hashable, Settled]:
+    """Rehearse a cell, and return the bytes of a step, and what is known of its steps.
+    ``state_later`` returns what :func:`later_state` does."""
+    graphless, later = rehearse(core, inputs, state), state_later()
     found = step_bytes(core, largest_first(core, inputs, later), later)
     planned = 0 if core.per_call > 1 else core.settled.seen
     return found, Settled(planned=planned, graphless=graphless)
@@ -66,21 +67,25 @@ def _compare(core: StepCore, inputs: Inputs, state: Tensors) -> bool:
     _run(core, inputs, state, in_parts=False, steps=1)  # else four hidden numbers in turn are alike
     bare = replace(core, settled=Settled(graphless=True, passes=1))
     try:
-        graphless = _alike(plain, _run(bare, inputs, state, in_parts=True))
+        if _alike(plain, _run(bare, inputs, state, in_parts=True)):
+            core.settled.seen = bare.settled.seen
+            return True  # so are steps with a graph, which are nearer to the loop's
     except Exception:  # such as a gradient that is taken within a step
-        graphless = False
+        pass
     if _alike(plain, _run(core, inputs, state, in_parts=True)):
-        return graphless
+        return False
+    cause = core.surroundings.cause()
     if not _alike(plain, _run(core, inputs, state, in_parts=False)):
         raise CellError(
-            "the cell computes something else when it is run again with the same arguments: "
-            "expected the same bits; make what it depends on part of the inputs, of the state or "
-            "of a buffer, or use memory=None"
+            "the cell computes something else when it is run again with the same arguments, "
+            f"{cause}: expected the same bits; make what it depends on part of the inputs, of a "
+            "buffer or of the state (for a module by stateful=), or use memory=None"
         )
     raise CellError(
-        "the cell computes other results or gradients in parts than in one loop: expected a step "
-        "to depend on the values of its state only, and not on whether it is the tensor that "
-        "another step made (its identity, history or hooks); or use memory=None"
+        f"the cell computes other results or gradients in parts than in one loop, {cause}: "
+        "expected a step to depend on the values of its state only, and not on whether it is the "
+        "tensor that another step made (its identity, history or hooks); name modules that keep a "
+        "state in stateful=, or use memory=None"
     )
 
 
@@ -102,7 +107,7 @@ def _run(
         roots = [t for t in (*outputs, *after) if t.requires_grad]
         found: tuple[Tensor | None, ...] = ()
         if roots and wanted:
-            seeds = [*map(seed_of, roots)]
+            seeds = [*map(_seed_of, roots)]
             # A loop in a loop is tried in the backward pass, under the lock that this thread holds.
             with torch.autograd.set_multithreading_enabled(False):
                 found = torch.autograd.grad(
@@ -113,6 +118,12 @@ def _run(
     exact = [*(t.detach() for t in (*outputs, *after)), *(by.get(id(t)) for t in x)]
     exact += [by.get(id(t)) for t in state if id(t) not in known]
     return _Results(exact, [by.get(id(t)) for t in parameters])
+
+
+def _seed_of(t: Tensor) -> Tensor:
+    """Return some gradient of a result, whose numbers differ."""
+    numbers = torch.arange(t.numel(), dtype=torch.float32, device=t.device)
+    return numbers.mul_(0.7).cos_().to(t.dtype).view(t.shape)
 
 
 def _in_halves(steps: int) -> Schedule:

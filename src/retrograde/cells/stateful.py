@@ -16,9 +16,8 @@ from torch.utils import _pytree as pytree
 from retrograde.cells.cell import as_pair
 from retrograde.errors import CellError
 from retrograde.replay.referents import find_referents
-from retrograde.replay.surroundings import Slot
+from retrograde.replay.surroundings import Slot, Values, tensors_in, try_out
 from retrograde.replay.trees import flatten_state
-from retrograde.replay.trial import assigned_values
 from retrograde.run.states import device_of, like_of
 
 
@@ -63,11 +62,10 @@ class Stateful:
         )
         tensors = [t for t in pytree.tree_leaves(arguments) if isinstance(t, Tensor)]
         given = arguments[:1] if state is None else arguments
-        own, found = find_referents(modules), find_referents([step, *modules])
         device = device_of(*tensors)
-        changes = assigned_values(lambda: step(*given), found, own, device)
+        changes = _assigned(lambda: step(*given), step, modules, device)
         slots = tuple(
-            _StateSlot(slot.holder, slot.key, slot.called, None, then, _alike(then, now))
+            _StateSlot(slot.holder, slot.key, slot.called, then, _alike(then, now))
             for slot, then, now in changes
         )
         if not slots:
@@ -81,7 +79,7 @@ class Stateful:
             return held
         results: list[Any] = []
         leaves = pytree.tree_map_only(Tensor, _leaf, held.first(arguments[1]))
-        assigned_values(lambda: results.append(held(arguments[0], leaves)), found, own, device)
+        try_out(lambda: results.append(held(arguments[0], leaves)), [step, *modules], device)
         read = _read(pytree.tree_leaves(results), held._parted(leaves)[0])
         # A first value that no step depends on comes without the graph behind it.
         apart = (pytree.tree_map_only(Tensor, Tensor.detach, slot.initial) for slot in slots)
@@ -121,6 +119,25 @@ class Stateful:
         if not self.alone:
             return tuple(state)
         return (state,) if len(self.slots) == 1 else state, None
+
+
+def _assigned(
+    call: Callable[[], object], step: Any, modules: Sequence[nn.Module], device: torch.device
+) -> list[tuple[Slot, Any, Any]]:
+    """Find where a call assigns other tensors, or counts, in some modules, and leave no trace. The
+    results are slots, with their values before and after."""
+    before = Values(find_referents(modules))
+
+    def assigned() -> list[tuple[Slot, Any, Any]]:
+        call()
+        changes = [(slot, then, slot.read()) for slot, then in before.changed()]
+        return [(s, a, b) for s, a, b in changes if tensors_in(b) or _counts(a, b)]
+
+    return try_out(assigned, [step, *modules], device)[0]
+
+
+def _counts(then: Any, now: Any) -> bool:
+    return type(then) is type(now) and type(now) in (int, float)
 
 
 def _with_history(slot: _StateSlot) -> bool:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -234,8 +234,12 @@ class CellCall:
         ways = moving, torch.get_num_threads(), self.compile
         shapes = *ways, core.state_like, *tensors
 
+        @cache
+        def state_later() -> Tensors:
+            return later_state(core, inputs, states)
+
         def find(settled: Settled) -> Fit:
-            later = later_state(core, inputs, states)
+            later = state_later()
             measured = largest_first(core, inputs, later, settled.step)
             idle = idle_steps(core, inputs, later)
             sizes = footprint(core, measured, later, memory=memory, first=states, ran=True)
@@ -249,9 +253,8 @@ class CellCall:
             return replace(found, node_bytes=node_bytes(found.schedule, operations))
 
         parts = [core.surroundings.found]
-        return _FITS.fit(
-            parts, shapes, repr(memory), partial(measure_step, core, inputs, states), find
-        )
+        step = partial(measure_step, core, inputs, states, state_later)
+        return _FITS.fit(parts, shapes, repr(memory), step, find)
 
     def _fit_loops(
         self, cell: Cell, state: Any

@@ -151,5 +151,5 @@ def profile(
         record_seconds=times.record.step_seconds,
         backward_seconds=times.backward.step_seconds,
         parameters=len(core.parameters),
-        draws=core.surroundings.draws,
+        draws=bool(core.surroundings.sources),
     )

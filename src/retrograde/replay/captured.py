@@ -15,7 +15,6 @@ from typing import Any
 from torch import Size, Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError
 from retrograde.replay.referents import Referents
@@ -161,12 +160,8 @@ class _StandIns(TorchFunctionMode):
 
     def _replaced(self, value: Any) -> Any:
         """Return an argument, with a stand-in for each tensor that has one."""
-        stand_in = self.stand_ins.get(id(value))
-        kind = type(value)
-        if stand_in is not None:
-            return stand_in
-        if kind is tuple or kind is list:  # faster than a pytree, at every operation
-            return kind(map(self._replaced, value))
-        if isinstance(value, list | tuple | dict) and kind is not Size:
-            return pytree.tree_map(lambda leaf: self.stand_ins.get(id(leaf), leaf), value)
-        return value
+        if isinstance(value, list):
+            return [*map(self._replaced, value)]
+        if isinstance(value, tuple) and not isinstance(value, Size):
+            return (*map(self._replaced, value),)
+        return self.stand_ins.get(id(value), value)

@@ -1,15 +1,14 @@
 """Fingerprints of tensors, which tell whether a rerun computes the bits of the first run (rule 11).
 
-A fingerprint is a weighted sum of a tensor's bits, read as 64-bit integers. In a small tensor each
-word has a weight of its own. In a larger one each of 1,021 columns has, so that permuted rows
-differ. Of a tensor of some size an eighth may be looked at, each time another one.
+A fingerprint is a weighted sum of a tensor's bits, read as 64-bit integers. Each of 8,191 columns
+has a weight of its own, and each of 1,021 on a GPU, so that permuted rows differ. Of a tensor of
+some size an eighth may be looked at, each time another one.
 
 Known limits: two tensors may have one fingerprint by chance, of one in 2⁶⁴ or so. Words that change
-places within a column, or in a tensor with gaps in memory, are not told apart. Nested, sparse and
-quantized tensors, and those of subclasses without memory, have no fingerprint.
+places within a column, or in a large tensor with gaps in memory, are not told apart. Nested, sparse
+and quantized tensors, and those of subclasses without memory, have no fingerprint.
 """
 
-import threading
 from collections.abc import Callable, Iterable
 from functools import cache, partial
 from typing import Any
@@ -30,11 +29,11 @@ from retrograde.torch_private import (
     without_functions,
 )
 
-_SMALL = 256 * 1024  # bytes, at most, of a tensor whose words all have weights
+_SMALL = 256 * 1024  # bytes, at most, of a tensor with gaps that is copied to be looked at
 _WHOLE = 32 * 1024  # bytes, at most, of a tensor that is looked at as a whole at every turn
 _PARTS = 8
-_WORDS = 1021  # of a column, a prime number
-_NUMPYS = {torch.float32, torch.float64, torch.float16, torch.int64, torch.bool}
+_COLUMNS, _COLUMNS_ON_A_GPU = 8191, 1021  # prime numbers
+_NUMPYS = {torch.float32, torch.float64, torch.int64}  # which need no other view
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 #: What :func:`fingerprint` returns: a number, on a GPU in a tensor; None if there is none.
@@ -53,17 +52,11 @@ def fingerprint(t: Tensor, turn: int = 0) -> Fingerprint:
     """
     if torch.compiler.is_compiling() or t.is_meta or t.is_quantized or t.is_nested:
         return None
-    if t.layout is not torch.strided or t._is_zerotensor():
-        return None
-    if is_wrapped(t):
+    if t.layout is not torch.strided or t._is_zerotensor() or is_wrapped(t):
         return None
     if type(t) is Tensor and not (function_modes() or dispatch_modes()):
         return _fingerprint(t.detach(), turn)
-    with (
-        without_functions(),
-        without_dispatch(),
-        below_autograd(),
-    ):
+    with without_functions(), without_dispatch(), below_autograd():
         try:
             return _fingerprint(t.detach(), turn)
         except NotImplementedError:  # a subclass without memory of its own
@@ -84,56 +77,53 @@ def _fingerprint(t: Tensor, turn: int) -> Fingerprint:
         t = torch.view_as_real(t.resolve_conj())
     if t.is_neg():
         t = t.resolve_neg()
-    # Of a contiguous tensor, an eighth has words with weights.
-    most = _PARTS * _SMALL if turn and t.is_contiguous() else _SMALL
-    if t.is_cpu and t.nbytes <= most:  # by few operations, since most tensors are small
-        if turn and (in_order := _in_order(t)) is not None:  # where a copy would take longer
-            t = in_order
-        numbers = (t if t.dtype in _NUMPYS else t.view(_INTEGERS[t.itemsize])).numpy()
-        return _weighted(_part(np.ascontiguousarray(numbers).reshape(-1), turn))
-    words = _part(whole, turn) if (whole := _in_order(t)) is not None else None
-    if words is None:  # with gaps
+    if t.dtype not in _NUMPYS:
+        t = t.view(_INTEGERS[t.itemsize])
+    # A copy takes longer, but two tensors with the same numbers in other places then are alike.
+    copies = not turn and t.is_cpu and t.nbytes <= _SMALL and not t.is_contiguous()
+    flat = None if copies else _in_order(t)
+    if flat is None and t.is_cpu and t.nbytes <= _SMALL:
+        return _weighted(_part(np.ascontiguousarray(t.numpy()).reshape(-1), turn))
+    if flat is None:
         total = t.view(_INTEGERS[t.itemsize]).sum(dtype=torch.int64)
         return int(total) if t.is_cpu else total
-    aligned = words.nbytes % 8 == 0 == words.storage_offset() * words.itemsize % 8
-    if t.is_cpu and not aligned and words.nbytes % 8 == 0:  # of which NumPy makes words
-        words = torch.from_numpy(
-            words.view(_INTEGERS[words.itemsize]).numpy().view(np.int64).copy()
-        )
-        aligned = True
-    words = words.view(torch.int64 if aligned else _INTEGERS[words.itemsize])
-    rows = len(words) // _WORDS
-    columns, rest = words[: rows * _WORDS].view(rows, _WORDS), words[rows * _WORDS :]
-    if not t.is_cpu:
-        weighted = columns.sum(0, dtype=torch.int64).mul_(_weights(t.device)).sum()
-        return weighted.add_(rest.sum(dtype=torch.int64))
-    if not hasattr(_room, "sums"):  # kept, so that a fingerprint takes no more memory
-        _room.sums = torch.empty(_WORDS, dtype=torch.int64, device="cpu")
-    torch.sum(columns, 0, dtype=torch.int64, out=_room.sums)
-    weighted = _room.sums.mul_(_weights(t.device)).numpy().sum()
-    return hash((int(weighted), int(rest.numpy().sum(dtype=np.int64))))
-
-
-_room = threading.local()
+    if t.is_cpu:
+        return _weighted(_part(flat.numpy(), turn))
+    words = _part(flat, turn)
+    if words.nbytes % 8 == 0 == words.storage_offset() * words.itemsize % 8:
+        words = words.view(torch.int64)
+    else:
+        words = words.view(_INTEGERS[words.itemsize])
+    weights = _weights(t.device)
+    rows = len(words) // len(weights) * len(weights)
+    columns = words[:rows].view(-1, len(weights)).sum(0, dtype=torch.int64)
+    return columns.mul_(weights).sum().add_(words[rows:].sum(dtype=torch.int64))
 
 
 def _weighted(numbers: NDArray[Any]) -> int:
-    """Return the sum of the words of flat numbers, each by a weight of its own."""
-    if numbers.nbytes % 8:
-        return hash(numbers.tobytes())
-    return int(np.dot(numbers.view(np.int64), _word_weights()[: numbers.nbytes // 8]))
+    """Return the sum of the words of flat numbers, each by the weight of its column."""
+    weights, rest = _cpu_weights(), b""
+    if numbers.nbytes % 8:  # the last bytes make no word
+        data = numbers.view(np.uint8)
+        numbers, rest = data[: -(len(data) % 8)], data[-(len(data) % 8) :].tobytes()
+    words = numbers.view(np.int64)
+    rows = len(words) // _COLUMNS * _COLUMNS
+    total = int(np.dot(words[rows:], weights[: len(words) - rows]))
+    if rows:
+        total += int(np.dot(words[:rows].reshape(-1, _COLUMNS).sum(0), weights))
+    return hash((total, rest)) if rest else total
 
 
 @cache
-def _word_weights() -> NDArray[np.int64]:
-    """Return an odd number for each word of a small tensor."""
-    return np.arange(_SMALL // 8) * 5_308_871_862 + 1
+def _cpu_weights() -> NDArray[np.int64]:
+    """Return an odd number for each column."""
+    return np.arange(_COLUMNS) * 5_308_871_862 + 1
 
 
 @cache
 def _weights(device: torch.device) -> Tensor:
-    """Return an odd number for each column."""
-    return torch.arange(_WORDS, device=device) * 5_308_871_862 + 1
+    """Return the same numbers on a GPU, for fewer columns."""
+    return torch.arange(_COLUMNS_ON_A_GPU, device=device) * 5_308_871_862 + 1
 
 
 def _in_order(t: Tensor) -> Tensor | None:

@@ -11,80 +11,84 @@ Known limit: a generator that neither is global nor can be found from the cell i
 import pickle
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from retrograde.torch_private import without_functions
 
+_KINDS = torch.Generator, random.Random, np.random.Generator, np.random.RandomState
+
 
 @dataclass(frozen=True)
-class _Torch:
-    """A generator of torch's."""
+class Source:
+    """A generator of torch's, Python's or NumPy's; sources of the same generator are equal."""
 
-    generator: torch.Generator
+    generator: Any
+
+    @property
+    def is_torchs(self) -> bool:
+        """Whether it is a generator of torch's."""
+        return isinstance(self.generator, torch.Generator)
 
     def position(self) -> Any:
         """Return a value that changes when a number is drawn, and takes no memory of torch's."""
+        if not self.is_torchs:
+            return self.capture()
         # A state has five thousand bytes, so a copy draws its next number instead.
         if self.generator.device.type == "cpu":
-            ahead = self.generator.clone_state()
             with without_functions():
+                ahead = self.generator.clone_state()
                 return int(torch.randint(2**62, (), generator=ahead, device="cpu"))
         if self.generator.device.type == "cuda":
             return self.generator.initial_seed(), self.generator.get_offset()
         return bytes(self.generator.get_state().numpy())
 
-    def capture(self) -> Tensor:
-        return self.generator.get_state()
+    def capture(self) -> Any:
+        """Return the state. NumPy's holds arrays, which do not compare, so it is pickled."""
+        match self.generator:
+            case torch.Generator():
+                return self.generator.get_state()
+            case random.Random():
+                return self.generator.getstate()
+            case np.random.RandomState():
+                return pickle.dumps(self.generator.get_state())
+        return pickle.dumps(self.generator.bit_generator.state)
 
     def restore(self, state: Any) -> None:
-        self.generator.set_state(state)
+        """Set the state to one that was captured."""
+        match self.generator:
+            case torch.Generator():
+                self.generator.set_state(state)
+            case random.Random():
+                self.generator.setstate(state)
+            case np.random.RandomState():
+                self.generator.set_state(pickle.loads(state))
+            case _:
+                self.generator.bit_generator.state = pickle.loads(state)
 
-    def copy(self) -> "_Torch":
-        """Return another generator in the same state, without memory of torch's."""
-        return _Torch(self.generator.clone_state())
-
-
-@dataclass(frozen=True)
-class _Other:
-    """A generator of Python's, or a bit generator of NumPy's. ``capture`` returns its state as a
-    value that compares, and ``restore`` sets it."""
-
-    generator: Any
-    capture: Callable[[], Any] = field(compare=False)
-    restore: Callable[[Any], None] = field(compare=False)
-
-    def position(self) -> Any:
-        return self.capture()
-
-    def copy(self) -> "_Other":
-        value = self.capture()
-        return _Other(self.generator, lambda: value, self.restore)
-
-
-#: A generator of random numbers; sources of the same generator are equal.
-Source = _Torch | _Other
+    def note(self) -> tuple[Any, Callable[[], None]]:
+        """Return the position, and what sets the generator back, without memory of torch's."""
+        if self.is_torchs:
+            copy = self.generator.clone_state()
+            return self.position(), lambda: self.restore(copy.get_state())
+        state = self.capture()
+        return state, partial(self.restore, state)
 
 
 def is_generator(value: Any) -> bool:
     """Return whether a value is a generator that :func:`sources` can handle."""
-    known = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-    return isinstance(value, known)
+    return isinstance(value, _KINDS)
 
 
 def sources(device: torch.device, generators: Iterable[Any] = ()) -> tuple[Source, ...]:
     """Return all that a step on ``device`` may draw from: the global and the given generators."""
-    given = list(generators)
-    ours = _of_device(device) + [g for g in given if isinstance(g, torch.Generator)]
-    found: list[Source] = [_Torch(g) for g in {id(g): g for g in ours}.values()]
     python, numpy = random.random.__self__, np.random.mtrand._rand  # type: ignore[attr-defined]
-    others = [python, numpy, *(g for g in given if not isinstance(g, torch.Generator))]
-    return (*found, *dict.fromkeys(map(_other, others)))
+    every = [*_of_device(device), python, numpy, *generators]
+    return tuple(map(Source, {id(each): each for each in every}.values()))
 
 
 def _of_device(device: torch.device) -> list[torch.Generator]:
@@ -95,17 +99,6 @@ def _of_device(device: torch.device) -> list[torch.Generator]:
     return found
 
 
-def _other(generator: Any) -> _Other:
-    if isinstance(generator, random.Random):
-        return _Other(generator, generator.getstate, generator.setstate)
-    old = isinstance(generator, np.random.RandomState)
-    bits = generator._bit_generator if old else generator.bit_generator
-    take = generator.get_state if old else lambda: bits.state
-    put = generator.set_state if old else partial(setattr, bits, "state")
-    # A state holds arrays, which do not compare.
-    return _Other(bits, lambda: pickle.dumps(take()), lambda state: put(pickle.loads(state)))
-
-
 def random_position(device: torch.device) -> tuple[int, ...]:
     """Return the positions of torch's default generators, which change when one is drawn from."""
-    return tuple(_Torch(generator).position() for generator in _of_device(device))
+    return tuple(Source(generator).position() for generator in _of_device(device))

@@ -2,8 +2,8 @@
 
 A call is of a module, a function, a closure, a method, a ``functools.partial`` or any other object.
 The search looks at a function's closure, its defaults and the globals that it names. It looks at
-the object of a method, at the attributes of objects and modules, and into lists, tuples and dicts,
-a few levels deep. It follows all code except the standard library, torch, NumPy and their kind.
+the attributes of objects and modules, and into lists, tuples and dicts, a few levels deep. It
+follows all code except the standard library, torch, NumPy and their kind.
 """
 
 import copyreg
@@ -12,7 +12,7 @@ import gc
 import inspect
 import sys
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -25,19 +25,15 @@ from retrograde.replay.generators import is_generator
 _DEPTH = 3
 _ITEMS = 1000  # entries of a list that are searched; a longer one may be a data set
 _FEW = 16  # entries of a list whose plain values are noted
-_USUAL = frozenset(vars(nn.Module()))
 #: The attributes of a module that are tables of their own, or torch's.
-MODULE_TABLES = _USUAL - {"training"}
-#: Those of parameters, buffers and submodules, and torch's words for what they hold.
-TABLES = {"_parameters": "parameter", "_buffers": "buffer", "_modules": "submodule"}
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+MODULE_TABLES = frozenset(vars(nn.Module())) - {"training"}
+_TABLES = "_parameters", "_buffers", "_modules"
+_HOOKS = "_forward_pre_hooks", "_forward_hooks"
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", "scipy", "numba", "triton", "retrograde"}
-_ATOMS = {int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
-_BUILT_IN = type(len)
+#: The types of plain values.
+PLAIN = {int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size}
 #: Methods that code calls without their names.
 _IMPLICIT = {"forward", "__call__", "__getattr__", "__getitem__", "__next__", "__enter__"}
-_CONTAINERS = list, tuple, deque, set, frozenset
-_CALLS = MethodType, functools.partial
 
 
 @dataclass(frozen=True)
@@ -45,8 +41,8 @@ class Referents:
     """The objects that a call refers to.
 
     ``modules`` has no submodules. ``tensors`` are captured, or held by modules without
-    registration. ``values`` are numbers, texts and the like, by name. ``holders`` are dicts with a
-    form of their values' names: attributes of objects, tables of modules, and others.
+    registration. ``values`` are plain, each with a name. ``holders`` are dicts with a form of their
+    values' names: attributes of objects, tables of modules, and others.
     """
 
     made_of: Sequence[Any] = ()
@@ -64,9 +60,11 @@ class Referents:
         return list({id(part): part for part in parts}.values())
 
     def changed(self) -> list[str]:
-        """Return the names of plain values that are others now."""
-        now = dict(find_referents(self.made_of).values)
-        return [name for name, value in dict(self.values).items() if now.get(name, value) != value]
+        """Return the names of plain values that are others now; entries of lists have none."""
+        pairs = zip(self.values, find_referents(self.made_of).values, strict=False)
+        return [
+            name for (name, then), (same, now) in pairs if name and name == same and then != now
+        ]
 
 
 def find_referents(parts: Sequence[Any]) -> Referents:
@@ -92,36 +90,42 @@ class _Walk:
     def __init__(self, made_of: Sequence[Any]) -> None:
         self.found = Referents(made_of)
         self.seen: dict[int, Any] = {}  # by id; values are held, so that no id is used again
-        self.pending: deque[tuple[Any, str, int]] = deque()
+        self.pending: deque[tuple[Any, int]] = deque()
         self.open: dict[type, int] = {}  # whose methods may be called, and the depth
-        for part in made_of:
-            self.add(part, "the cell", _DEPTH)
+        self.each(made_of, _DEPTH + 1)
 
-    def add(self, value: Any, name: str, depth: int) -> None:
-        """Look at a value later, once; note a plain one."""
-        kind = type(value)
-        if kind in _ATOMS:
-            self.found.values.append((name, value))
-        elif depth >= 0 and id(value) not in self.seen:
-            ours = kind.__module__.startswith("retrograde.") and not isinstance(value, nn.Module)
-            if depth == _DEPTH or not ours:  # the memory of our own modules is not part of a cell
-                self.seen[id(value)] = value
-                self.pending.append((value, name, depth))
+    def named(self, values: Mapping[Any, Any], form: str, depth: int) -> None:
+        """Note plain values by their names, and look at others later, each once."""
+        for key, value in [*values.items()][:_ITEMS]:
+            kind = type(value)
+            if kind in PLAIN:
+                self.found.values.append((form.format(key), value))
+            elif depth > 0 and id(value) not in self.seen:
+                ours = kind.__module__.startswith("retrograde.") and not issubclass(kind, nn.Module)
+                if depth > _DEPTH or not ours:  # our own modules' memory is not part of a cell
+                    self.seen[id(value)] = value
+                    self.pending.append((value, depth - 1))
+
+    def each(self, values: Sequence[Any], depth: int) -> None:
+        """Look at what a list holds; note plain values if they are few."""
+        if len(values) > _FEW:
+            values = [value for value in values[:_ITEMS] if type(value) not in PLAIN]
+        self.named(dict(enumerate(values)), "", depth)
 
     def run(self) -> None:
-        codes, known, names, done = self.found.codes, -1, {*_IMPLICIT}, set[tuple[type, str]]()
-        while self.pending or len(codes) > known:
+        names, done = {*_IMPLICIT}, set[tuple[type, str]]()
+        while self.pending:
             while self.pending:
                 self.look(*self.pending.popleft())
-            names.update(*map(_names, codes[max(known, 0) :]))
-            known = len(codes)
+            names.update(*map(_names, self.found.codes))
             for kind, depth in [*self.open.items()]:
-                for name in sorted(names & _members(kind)):
+                for name in sorted(names & _members(kind).keys()):
                     if (kind, name) not in done:
                         done.add((kind, name))
-                        self.member(kind, name, depth)
+                        owner = _members(kind)[name]
+                        self.scope(vars(owner), owner.__name__, {name}, depth)
 
-    def look(self, value: Any, name: str, depth: int) -> None:
+    def look(self, value: Any, depth: int) -> None:
         """Classify a value, and add the values inside it."""
         found = self.found
         if isinstance(value, Tensor):
@@ -136,81 +140,64 @@ class _Walk:
             found.generators.append(value)
         elif inspect.isfunction(value):
             self.function(value, depth)
-        elif isinstance(value, _CALLS):
-            self.each(gc.get_referents(value), name, depth + 1)
+        elif isinstance(value, MethodType | functools.partial):
+            self.each(gc.get_referents(value), depth + 1)
         elif isinstance(value, dict):
-            found.holders.append((value, name + "[{!r}]"))
-            self.named(dict(dict.items(value)), name, depth)  # a subclass may make what it returns
-        elif isinstance(value, _CONTAINERS):
+            found.holders.append((value, "the entry {!r}"))
+            self.named(dict(dict.items(value)), "the entry {!r}", depth)  # as it holds them
+        elif isinstance(value, list | tuple | deque | set | frozenset):
             found.lists.extend([value] if isinstance(value, list) else [])
-            self.each(gc.get_referents(value), name, depth)
-        elif not isinstance(value, type | ModuleType | CodeType | _BUILT_IN):
-            kind = type(value)
-            slots = copyreg._slotnames(kind)  # type: ignore[attr-defined]
-            held = {n: getattr(value, n) for n in slots if hasattr(value, n)}
-            if isinstance(own := getattr(value, "__dict__", None), dict):
-                found.holders.append((own, kind.__name__ + ".{}"))
-                held |= own
-            self.named(held, kind.__name__, depth, "{}.{}")
-            self.open.setdefault(kind, depth)
+            self.each(gc.get_referents(value), depth)
+        elif not isinstance(value, type | ModuleType | CodeType | type(len)):
+            slots = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
+            held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+            self.attributes(value, held, depth)
 
-    def each(self, values: Sequence[Any], name: str, depth: int) -> None:
-        for value in values[:_ITEMS]:
-            if type(value) not in _ATOMS or len(values) <= _FEW:
-                self.add(value, name, depth - 1)
-
-    def named(self, values: dict[Any, Any], name: str, depth: int, form: str = "{}[{!r}]") -> None:
-        """Add what a dict holds, or an object's attributes."""
-        for key, value in [*values.items()][:_ITEMS]:
-            self.add(value, form.format(name, key), depth - 1)
+    def attributes(self, value: Any, held: dict[str, Any], depth: int) -> None:
+        """Add the attributes of an object: those in its dict, and others that it holds."""
+        own, form = getattr(value, "__dict__", None), type(value).__name__ + ".{}"
+        if isinstance(own, dict):
+            self.found.holders.append((own, form))
+            tables = MODULE_TABLES if isinstance(value, nn.Module) else ()
+            held |= {key: own[key] for key in own if key not in tables}
+        self.named(held, form, depth)
+        self.open.setdefault(type(value), depth)
 
     def module(self, part: nn.Module, depth: int) -> None:
         """Add one module without its submodules."""
         own, form = vars(part), type(part).__name__ + ".{}"
-        tables = [own, *map(own.get, TABLES)]  # of a scripted module they are wrappers
-        self.found.holders.extend((each, form) for each in tables if isinstance(each, dict))
-        if not isinstance(part, torch.jit.ScriptModule):  # it keeps its attributes elsewhere
-            self.open.setdefault(type(part), depth)
-        for table in _HOOKS:
-            self.each([*(own.get(table) or {}).values()], f"a hook of {part}", depth)
-        others = {key: value for key, value in own.items() if key not in MODULE_TABLES}
-        self.named(others, type(part).__name__, depth, "{}.{}")
-
-    def member(self, kind: type, name: str, depth: int) -> None:
-        """Add the method, property or class attribute of an object that some code names."""
-        owner = next(base for base in kind.__mro__ if name in vars(base))
-        if _is_library(owner.__module__):
-            return
-        found = vars(owner)[name]
-        found = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
-        if inspect.isfunction(found) or _is_data(found):
-            self.add(found, f"{owner.__name__}.{name}", depth)
+        for table in map(own.get, _TABLES):
+            if isinstance(table, dict):  # of a scripted module they are wrappers
+                self.found.holders.append((table, form))
+        for hooks in map(own.get, _HOOKS):
+            self.each([*(hooks or {}).values()], depth)
+        self.attributes(part, {}, depth)
 
     def function(self, value: FunctionType, depth: int) -> None:
-        self.found.codes.append(value.__code__)
-        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
-            self.each(gc.get_referents(cell), f"the variable {name!r}", depth)
-        if _is_library(value.__module__):
-            return
-        defaults: dict[Any, Any] = dict(enumerate(value.__defaults__ or ()))
-        defaults |= value.__kwdefaults__ or {}
-        self.named(defaults, f"the defaults of {value.__qualname__}", depth)
-        self.named(value.__dict__, value.__qualname__, depth, "{}.{}")
-        self.scope(value.__globals__, _names(value.__code__), value.__module__, depth)
+        code = value.__code__
+        self.found.codes.append(code)
+        cells = zip(code.co_freevars, map(gc.get_referents, value.__closure__ or ()), strict=True)
+        held = {name: inside[0] for name, inside in cells if inside}
+        self.named(held, "the variable {!r}", depth)
+        if not _is_library(value.__module__):
+            self.each([*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()], depth)
+            self.named(vars(value), value.__qualname__ + ".{}", depth)
+            self.scope(value.__globals__, str(value.__module__), _names(code), depth)
 
-    def scope(self, scope: dict[str, Any], names: frozenset[str], name: str, depth: int) -> None:
-        """Add the globals in code; of modules and classes among them, the values it may read."""
+    def scope(self, scope: Mapping[str, Any], name: str, names: Set[str], depth: int) -> None:
+        """Add what some names stand for in a module or a class, and in those among these."""
         for key in sorted(names & scope.keys()):
             value = scope[key]
-            if not isinstance(value, ModuleType | type | _BUILT_IN):
-                self.add(value, f"{key!r} of the module {name}", depth - 1)
+            if isinstance(value, property):
+                value = value.fget
+            elif isinstance(value, staticmethod | classmethod):
+                value = value.__func__
+            if not isinstance(value, ModuleType | type):
+                self.named({key: value}, name + ".{}", depth)
             elif id(value) not in self.seen:
                 self.seen[id(value)] = value
-                if isinstance(value, ModuleType) and not _is_library(value.__name__):
-                    self.scope(vars(value), names, value.__name__, depth)
-                elif isinstance(value, type) and not _is_library(value.__module__):
-                    own = {n: v for n, v in vars(value).items() if n in names and _is_data(v)}
-                    self.named(own, value.__name__, depth, "{}.{}")
+                if not _is_library(getattr(value, "__module__", value.__name__)):
+                    self.scope(vars(value), value.__name__, names, depth)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -221,13 +208,10 @@ def _names(code: CodeType) -> frozenset[str]:
 
 
 @functools.lru_cache(maxsize=256)
-def _members(kind: type) -> frozenset[str]:
-    """Return the names in a class and its bases, without those of libraries."""
-    return frozenset(n for b in kind.__mro__ if not _is_library(b.__module__) for n in vars(b))
-
-
-def _is_data(value: Any) -> bool:
-    return not hasattr(type(value), "__get__")
+def _members(kind: type) -> dict[str, type]:
+    """Return the names in a class and its bases, each with that which has it. Libraries' are left
+    out."""
+    return {n: b for b in reversed(kind.__mro__) for n in vars(b) if not _is_library(b.__module__)}
 
 
 def _is_library(name: str | None) -> bool:

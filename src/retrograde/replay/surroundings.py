@@ -1,30 +1,44 @@
 """The surroundings of a call: what it depends on besides its arguments, and how that is replayed.
 
 A recomputation must repeat the first run and leave no trace (rules 2, 3, 4). Replayed are
-generators, buffers that the call writes to, and attributes that it changes. So are the modes and
-weights of modules, and the switches of torch (:mod:`retrograde.replay.switches`). The result of a
-rerun says whether it was the same (:mod:`retrograde.replay.fingerprints`). Only if it was not, the
-likeliest cause is looked for.
+generators, buffers that the call writes to, and plain attributes that it changes. So are the modes
+and weights of modules, and the switches of torch (:mod:`retrograde.replay.switches`). The result of
+a rerun says whether it was the same (:mod:`retrograde.replay.fingerprints`). Only if it was not,
+the likeliest cause is looked for.
 
-Most calls draw nothing and change nothing; then nothing is stored.
+A trial finds what a call draws, writes to and changes (:func:`try_out`). Most calls draw nothing
+and change nothing; then nothing is stored. If a call changes one buffer of a module, all of its
+buffers count as changed. (Batch normalization's running mean is unchanged by an input of zeros.)
+
+Known limits: a trial leaves some things as the call left them. These are large captured tensors
+that a refused call wrote to, a closure's variables, globals, and what cannot be found from the
+cell.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from retrograde.errors import RetrogradeError
+from retrograde.errors import CellError, RetrogradeError
 from retrograde.machine import MEASURING, unpacked
-from retrograde.replay.generators import Source
-from retrograde.replay.referents import Referents
+from retrograde.replay.captured import distinct
+from retrograde.replay.fingerprints import fingerprints
+from retrograde.replay.generators import Source, sources
+from retrograde.replay.referents import PLAIN, Referents, find_referents
 from retrograde.replay.switches import Switch, Switches, autocast_as_now
+from retrograde.torch_private import next_node
+
+T = TypeVar("T")
 
 ABSENT: Any = object()  #: Stands for the value of a name that has none.
 #: The states of generators, copies of buffers, and noted values. Only tensors take torch's memory.
@@ -38,49 +52,29 @@ def version(t: Tensor) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """A name in a dict, or of an attribute. ``called`` is its name in a message. The value is
-    :data:`ABSENT` if there is none. Slots of the same place are equal."""
+    """A name in a dict, such as one of attributes. ``called`` is its name in a message. The value
+    is :data:`ABSENT` if there is none."""
 
-    holder: Any
+    holder: dict[Any, Any]
     key: Any
     called: str
-    rest: Any = None  # its value between calls, unless that holds tensors
-
-    def __hash__(self) -> int:
-        return hash((id(self.holder), self.key))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Slot) and hash(self) == hash(other) and self.key == other.key
 
     def read(self) -> Any:
-        if isinstance(self.holder, dict):
-            return self.holder.get(self.key, ABSENT)
-        return getattr(self.holder, self.key, ABSENT)
+        return dict.get(self.holder, self.key, ABSENT)
 
     def write(self, value: Any) -> None:
-        if not isinstance(self.holder, dict):
-            setattr(self.holder, self.key, value)
-        elif value is ABSENT:
+        if value is ABSENT:
             self.holder.pop(self.key, None)
         else:
             self.holder[self.key] = value
 
 
-class _Cut(torch.autograd.Function):
-    """A tensor that a step left, without the graph behind it, and with an error in its place."""
-
-    @staticmethod
-    def forward(ctx: Any, t: Tensor, name: str) -> Tensor:
-        ctx.name = name
-        return t.view_as(t)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> Any:
-        raise RetrogradeError(
-            f"the loss depends on {ctx.name}, where a step left a tensor: expected it to depend on "
-            "outputs of the steps, since tensors that they leave have no gradient within a budget; "
-            "let the cell return it as an output, or use memory=None"
-        )
+def _refuse(name: str, _: Tensor) -> Tensor:
+    raise RetrogradeError(
+        f"the loss depends on {name}, where a step left a tensor: expected it to depend on outputs "
+        "of the steps, since tensors that they leave have no gradient within a budget; let the "
+        "cell return it as an output, or use memory=None"
+    )
 
 
 @dataclass(frozen=True)
@@ -91,7 +85,7 @@ class Surroundings:
         device: where it runs.
         sources: the generators that it draws from.
         buffers: the tensors that it writes to.
-        moving: the attributes that it changes, and depends on.
+        moving: the attributes that it changes, of plain values.
         changing: all attributes that it changes, which a rerun puts back.
         left: where it leaves tensors that have a history.
         left_bytes: the bytes of other tensors that it leaves.
@@ -110,14 +104,9 @@ class Surroundings:
     found: Referents = field(default_factory=Referents)
 
     @property
-    def draws(self) -> bool:
-        """Whether its steps draw random numbers."""
-        return bool(self.sources)
-
-    @property
     def moves(self) -> bool:
-        """Whether its steps change anything that has to be restored before a rerun."""
-        return bool(self.sources or self.buffers or self.moving)
+        """Whether its steps draw or write anything that has to be restored before a rerun."""
+        return bool(self.sources or self.buffers)
 
     @cached_property
     def modes(self) -> list[Switch]:
@@ -125,9 +114,11 @@ class Surroundings:
         parts = self.found.parts()
         tables: Any = (table for m in parts for table in (m._parameters, m._buffers))
         of_modules = [table for table in tables if isinstance(table, dict)]  # no scripted one's
-        slots = [Slot(m, "training", "training") for m in parts]
-        slots += [Slot(table, name, name) for table in of_modules for name in table]
-        return [(slot.read, slot.write) for slot in slots]
+        slots = [Slot(table, name, name) for table in of_modules for name in table]
+        modes: list[Switch] = [
+            (partial(getattr, m, "training"), partial(setattr, m, "training")) for m in parts
+        ]
+        return modes + [(slot.read, slot.write) for slot in slots]
 
     def marks(self) -> Switches:
         """Note what surrounds a call that begins now, besides what :meth:`capture` copies."""
@@ -144,30 +135,24 @@ class Surroundings:
         rest = iter(snapshot)
         for source in self.sources:
             source.restore(next(rest))
-        with torch.no_grad():
-            for buffer in self.buffers:
-                # A graph recorded earlier may hold this buffer; its version must not change.
-                with _unsafe_preserve_version_counter(buffer):
-                    buffer.copy_(next(rest))
+        copy_back(self.buffers, rest)
         for slot, value in zip(self.moving, rest, strict=True):
             slot.write(value)
 
-    def release(self) -> None:
-        """Release the tensors that a call left."""
-        for slot in self.changing:
-            slot.write(slot.rest)
-
     def cut(self) -> None:
-        """Keep everybody from differentiating the tensors that the forward pass left."""
+        """Cut off the tensors that the forward pass left from their graphs, and refuse to
+        differentiate them."""
 
-        def apart(t: Tensor) -> Any:
-            real = t.is_floating_point() or t.is_complex()
-            return _Cut.apply(t.detach().requires_grad_(), slot.called) if real else t  # type: ignore[no-untyped-call]
+        def apart(t: Tensor) -> Tensor:
+            t = t.detach()
+            if t.is_floating_point() or t.is_complex():
+                t = t.requires_grad_()[...]
+                t.register_hook(partial(_refuse, slot.called))  # type: ignore[no-untyped-call]
+            return t
 
         with torch.enable_grad():
             for slot in self.left:
-                if (value := slot.read()) is not ABSENT:
-                    slot.write(pytree.tree_map_only(Tensor, apart, value))
+                slot.write(pytree.tree_map_only(Tensor, apart, slot.read()))
 
     @contextmanager
     def without_trace(self) -> Iterator[None]:
@@ -190,38 +175,28 @@ class Surroundings:
             MEASURING,
             unpacked(),
             muted_modules(self.found.parts()),
-            put_back(self.found),
+            Values(self.found).put_back(),
             self.without_trace(),
             autocast_as_now(self.device),
         ):
             yield
 
-    @contextmanager
-    def rerun(self, then: Switches) -> Iterator[None]:
-        """Run steps again as they ran when some marks were taken, and leave no trace."""
-        with then.as_then(), self.without_trace():
-            yield
-
     def differs(self, what: str) -> RetrogradeError:
         """Return the error for a rerun that computed something else, with the likeliest cause."""
-        cause, changed = "it depends on something besides its arguments", self.found.changed()
-        if changed:
-            cause = f"perhaps since {', '.join(changed[:3])} changed"
         return RetrogradeError(
-            f"{what} computed something else when it ran again for the backward pass, {cause}: "
-            "expected the same bits; change nothing that it reads before backward(), make it part "
-            "of the inputs, of the state or of a buffer, or use memory=None"
+            f"{what} computed something else when it ran again for the backward pass, "
+            f"{self.cause()}: expected the same bits; change nothing that it reads before "
+            "backward(), make it part of the inputs, of a buffer or of the state (of a cell's "
+            "module by stateful=), or use memory=None"
         )
 
-
-@contextmanager
-def put_back(found: Referents) -> Iterator[None]:
-    """Restore after a block what the dicts and lists hold that a call refers to."""
-    noted = Values(found)
-    try:
-        yield
-    finally:
-        noted.restore()
+    def cause(self) -> str:
+        """Return the likeliest cause of a difference, as a part of a sentence."""
+        if changed := self.found.changed():
+            return f"perhaps since {', '.join(changed[:3])} changed"
+        if kept := [slot.called for slot in self.changing if slot not in self.moving]:
+            return f"perhaps since it keeps a state of its own in {', '.join(kept[:3])}"
+        return "it depends on something besides its arguments"
 
 
 class Values:
@@ -231,34 +206,51 @@ class Values:
         self.found, self.lengths = found, [*map(len, found.lists)]
         self.values = [dict(dict.items(holder)) for holder, _ in found.holders]
 
-    def changed(self) -> dict[Slot, Any]:
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Put back after a block what has changed since."""
+        try:
+            yield
+        finally:
+            self.restore()
+
+    def changed(self) -> list[tuple[Slot, Any]]:
         """Return what has changed since, and each value then."""
-        slots = {}
+        slots = []
         for (holder, form), then in zip(self.found.holders, self.values, strict=True):
             for key in dict.fromkeys((*then, *dict.keys(holder))):
                 before, now = then.get(key, ABSENT), dict.get(holder, key, ABSENT)
                 if before is not now and not _equal(before, now):
-                    rest = None if tensors_in(before) else before
-                    slots[Slot(holder, key, form.format(key), rest)] = before
+                    slots.append((Slot(holder, key, form.format(key)), before))
         return slots
 
-    def shorten(self) -> list[list[Any]]:
-        """Shorten the lists that have grown since, and return them."""
+    def restore(self) -> list[list[Any]]:
+        """Put back what has changed, shorten the lists that have grown, and return these."""
+        for slot, value in self.changed():
+            slot.write(value)
         pairs = zip(self.found.lists, self.lengths, strict=True)
         grown = [(each, length) for each, length in pairs if len(each) > length]
         for each, length in grown:
             del each[length:]
         return [each for each, _ in grown]
 
-    def restore(self) -> None:
-        for slot, value in self.changed().items():
-            slot.write(value)
-        self.shorten()
+
+def copy_back(tensors: Sequence[Tensor], copies: Iterable[Tensor]) -> None:
+    """Write copies into tensors, whose versions stay: an earlier graph may hold them."""
+    with torch.no_grad():
+        for t, copy in zip(tensors, copies, strict=False):
+            with _unsafe_preserve_version_counter(t):
+                t.copy_(copy)
+
+
+def is_plain(value: Any) -> bool:
+    """Return whether a value is a number, a text or the like, or absent."""
+    return value is ABSENT or type(value) in PLAIN
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Return whether two values are equal, and numbers or texts."""
-    return type(a) is type(b) and isinstance(a, int | float | complex | str | bytes) and a == b
+    """Return whether two values are equal, and plain."""
+    return type(a) is type(b) and type(a) in PLAIN and bool(a == b)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -266,6 +258,137 @@ def tensors_in(value: Any) -> list[Tensor]:
     leaves = pytree.tree_leaves(value)
     inside = [v for leaf in leaves if hasattr(leaf, "__dict__") for v in vars(leaf).values()]
     return [leaf for leaf in (*leaves, *inside) if isinstance(leaf, Tensor)]
+
+
+def try_out(
+    call: Callable[[], T], made_of: Sequence[Any], device: torch.device
+) -> tuple[T, Surroundings, int]:
+    """Run a call with autograd recording, and put back what it drew and changed.
+
+    ``made_of`` are the objects in which to search for what the call depends on. Returns the result,
+    the surroundings that the call depends on, and autograd's sequence number when it began. Casts
+    of an earlier call would look like tensors from outside, so autocast caches none.
+
+    Raises:
+        CellError: the call writes to a captured tensor.
+    """
+    found = find_referents(made_of)
+    with MEASURING, unpacked(), torch.enable_grad():
+        noted = _Noted(found, device)
+        value, mark = noted.run(call)
+        if noted.drawn and threading.active_count() > 1:  # another thread may have moved them
+            del value  # BUDGET: the graph of one call at a time
+            moved, noted = noted.drawn, _Noted(found, device)
+            with _Seeded() as own:
+                value, mark = noted.run(call)
+            noted.drawn = {
+                source: end
+                for source, end in noted.drawn.items()
+                if moved.get(source) == end and (own.seen or not source.is_torchs)
+            }
+    for owner in noted.owners:
+        if owner.written and (owner.mode is None or owner.skipped):
+            raise CellError(_WRITES.format(tuple(owner.tensors[0].shape)))
+    return value, noted.surroundings(), mark
+
+
+class _Seeded(TorchDispatchMode):
+    """Notes whether its own thread calls an operation that may draw."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+class _Noted:
+    """What a call may draw from, write to and change, as it is before the call."""
+
+    def __init__(self, found: Referents, device: torch.device) -> None:
+        self.found, self.device = found, device
+        self.sources = [(source, *source.note()) for source in sources(device, found.generators)]
+        self.owners = [_Owner([*m.buffers(recurse=False)], m.training) for m in found.parts()]
+        self.owners += [_Owner([t]) for t in found.tensors if not t.requires_grad]
+        self.values = Values(found)
+
+    def run(self, call: Callable[[], T]) -> tuple[T, int]:
+        """Return a call's result and autograd's sequence number before it; put everything back."""
+        try:
+            with autocast_as_now(self.device):
+                mark, value = next_node(), call()
+            return value, mark
+        finally:
+            ends = {source: source.position() for source, *_ in self.sources}
+            self.drawn = {s: ends[s] for s, then, _ in self.sources if ends[s] != then}
+            for source, _, set_back in self.sources:
+                if source in self.drawn:
+                    set_back()
+            for owner in self.owners:
+                owner.put_back()
+            self.changed = [(slot, then, slot.read()) for slot, then in self.values.changed()]
+            self.growing = self.values.restore()
+
+    def surroundings(self) -> Surroundings:
+        """Return the surroundings that a call drew from, wrote to and changed."""
+        left = [slot for slot, _, now in self.changed if any(t.grad_fn for t in tensors_in(now))]
+        apart = (t for slot, _, now in self.changed if slot not in left for t in tensors_in(now))
+        nbytes = {t.untyped_storage().data_ptr(): t.nbytes for t in apart}
+        return Surroundings(
+            self.device,
+            sources=tuple(self.drawn),
+            buffers=tuple(distinct(t for o in self.owners if o.written for t in o.tensors)),
+            moving=tuple(s for s, then, now in self.changed if is_plain(then) and is_plain(now)),
+            changing=tuple(slot for slot, *_ in self.changed),
+            left=tuple(left),
+            left_bytes=sum(nbytes.values()),
+            growing=tuple(self.growing),
+            found=self.found,
+        )
+
+
+class _Owner:
+    """Tensors of one owner, and their values before a call: a module's buffers in some ``mode``, or
+    a captured tensor, whose mode is None.
+
+    Of a captured tensor a few numbers are noted at most. A large buffer is skipped if an earlier
+    call in this mode did not write to it.
+    """
+
+    def __init__(self, tensors: list[Tensor], mode: bool | None = None) -> None:
+        self.tensors, self.mode, self.written = tensors, mode, False
+        self.versions = [*map(version, tensors)]
+        noted = [t for t in tensors if t.layout is torch.strided]  # sparse ones count versions
+        self.large = [t for t in noted if t.nbytes > _LARGE and t.dim() > 1]
+        self.skipped = {id(t) for t in self.large if _UNWRITTEN.get(t) == (mode, version(t))}
+        if mode is None:  # batch normalization writes to vectors, and counts no version
+            noted = [t[:_FEW] if t.dim() == 1 else t for t in noted]
+            noted = [t for t in noted if t.numel() <= _FEW]
+        self.noted = [t for t in noted if id(t) not in self.skipped]
+        self.copies = [t.detach().clone() for t in self.noted]
+        self.prints = fingerprints(self.noted)
+
+    def put_back(self) -> None:
+        """Restore the values, if any differs."""
+        # A kernel may write without counting a version, and a write may leave the same value.
+        versions = [*map(version, self.tensors)]
+        self.written = versions != self.versions or self.prints != fingerprints(self.noted)
+        if self.written:
+            copy_back(self.noted, self.copies)
+        elif self.mode is not None:
+            _UNWRITTEN.update((t, (self.mode, version(t))) for t in self.large)
+
+
+_FEW = 16
+_LARGE = 65536  # bytes
+# Large buffers, and in which mode no call wrote to them.
+_UNWRITTEN: Any = WeakTensorKeyDictionary()
+_WRITES = (
+    "the cell writes in place to a tensor of shape {} that it captured: expected it to stay "
+    "unchanged; register it as a buffer of a module, or make it part of the state"
+)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ and of dispatch are noted too.
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -48,10 +48,9 @@ class Switches:
     """The switches and modes at one moment, of a call on a device, and ``others`` of its own."""
 
     def __init__(self, device: torch.device, others: Sequence[Switch] = ()) -> None:
-        self.switches = [*_switches(), *others]
+        self.switches = [*_switches(), *_STACKS, *others]
         self.values = [get() for get, _ in self.switches]
         self.autocast = autocast_as_now(device)
-        self.modes = [_without_ours(stack()) for stack, *_ in _STACKS]
 
     @contextmanager
     def as_then(self) -> Iterator[None]:
@@ -61,13 +60,8 @@ class Switches:
         differ = [(put, then, value) for (_, put), then, value in each if not _same(then, value)]
         for put, then, _ in differ:
             put(then)
-        stacks = zip(_STACKS, self.modes, strict=True)
-        moved = [(stack, modes) for stack, modes in stacks if _without_ours(stack[0]()) != modes]
         try:
-            with ExitStack() as undo:
-                for stack, modes in moved:
-                    undo.callback(_exchange, stack, _exchange(stack, modes))
-                undo.enter_context(self.autocast)
+            with self.autocast:
                 yield
         finally:
             for put, _, value in differ:
@@ -79,24 +73,24 @@ def _same(a: Any, b: Any) -> bool:
     return a is b or (not tensors and bool(a == b))
 
 
-def _without_ours(modes: Sequence[Any]) -> list[Any]:
-    return [mode for mode in modes if not type(mode).__module__.startswith("retrograde.")]
+def _stack(get: Any, push: Any, pop: Any) -> Switch:
+    """Return a switch for a stack of modes. This library's own modes are above all others."""
+
+    def is_ours(mode: Any) -> bool:
+        return bool(type(mode).__module__.startswith("retrograde."))
+
+    def put(modes: list[Any]) -> None:
+        ours = [mode for mode in [pop() for _ in get()][::-1] if is_ours(mode)]
+        for mode in (*modes, *ours):
+            push(mode)
+
+    return lambda: [mode for mode in get() if not is_ours(mode)], put
 
 
-def _exchange(stack: Any, modes: list[Any]) -> list[Any]:
-    """Replace the modes of a stack, and return those that it had."""
-    get, push, pop = stack
-    before = [pop() for _ in get()][::-1]
-    for mode in modes:
-        push(mode)
-    return before
-
-
-# Torch's stacks of modes: for each, what gets all of them, and what pushes and pops one.
-_STACKS: Any = (
-    (overrides._get_current_function_mode_stack, overrides._push_mode, overrides._pop_mode),
-    (dispatch._get_current_dispatch_mode_stack, dispatch._push_mode, dispatch._pop_mode),
-)
+_STACKS = [
+    _stack(overrides._get_current_function_mode_stack, overrides._push_mode, overrides._pop_mode),
+    _stack(dispatch._get_current_dispatch_mode_stack, dispatch._push_mode, dispatch._pop_mode),
+]
 
 
 def autocast_as_now(device: torch.device) -> torch.autocast:

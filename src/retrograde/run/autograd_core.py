@@ -354,8 +354,9 @@ def _check_known(core: AutogradCore, step: int, foreign: int) -> None:
     if foreign > (core.made if step == 0 else 0):
         raise CellError(
             f"at step {step} the cell uses a tensor that requires a gradient and that it did not "
-            "use at step 0: expected the same parameters at every step; pass the cell as an "
-            "nn.Module that owns them, or use them at every step"
+            f"use at step 0, {core.surroundings.cause()}: expected the same parameters at every "
+            "step; pass the cell as an nn.Module that owns them, use them at every step, or name "
+            "modules that keep a state in stateful="
         )
 
 

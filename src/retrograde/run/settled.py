@@ -11,7 +11,7 @@ import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from retrograde.torch_private import next_node
 
@@ -35,7 +35,8 @@ class Settled:
     results of the first pass's steps required a gradient. ``passes`` is the number of calls that
     were backpropagated. ``planned`` is the most operations of a measured step, and ``seen`` the
     most of any step, that of ``step``. ``larger`` is that of steps not planned for, or 0.
-    ``left`` is how many more the range that is being recorded may have.
+    ``left`` is how many more the range that is being recorded may have. ``counts`` has the
+    operations of steps that were run to count them.
     """
 
     walked: bool = False
@@ -47,6 +48,7 @@ class Settled:
     step: int = 0
     larger: int = 0
     left: float = math.inf
+    counts: dict[int, int] = field(default_factory=dict)
 
     @property
     def growth(self) -> float:

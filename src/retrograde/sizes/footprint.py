@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from retrograde.plan.fit import Curve, Footprint, Highest
-from retrograde.replay.surroundings import muted_hooks
+from retrograde.replay.surroundings import Values, muted_hooks
 from retrograde.replay.trees import Tensors
 from retrograde.run.autograd_core import AutogradCore
 from retrograde.run.core import Core, Emit, Gradients, Tape
@@ -329,8 +329,8 @@ def _measure_range(core: Core, inputs: Inputs, state: Tensors, steps: int) -> _B
     def back() -> None:
         core.backpropagate(tapes.pop(), gradients[0])
 
-    # Earlier leftovers are released first. Otherwise their release would count as free memory.
-    bar = core.surroundings.release
+    # What steps leave is put back first. Otherwise its release would count as free memory.
+    bar = Values(core.surroundings.found).restore
     phases = [bar, sweep]
     # The first range of several steps has no gradients yet to add to.
     for begun in (True, False) if steps > 1 and not core.fused else (True,):

@@ -24,7 +24,7 @@ from retrograde.models.rows.phases import as_accumulated
 from retrograde.models.rows.rest_of_model import FILLS, Filling, RestOfModel, draw, filling
 from retrograde.replay.generators import sources
 from retrograde.replay.referents import find_referents
-from retrograde.replay.surroundings import Surroundings, muted_modules, put_back
+from retrograde.replay.surroundings import Surroundings, Values, muted_modules
 from retrograde.run.core import hooked
 from retrograde.run.transforms import hooks_of_all
 from retrograde.sizes.allocations import measure
@@ -162,7 +162,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     hooks = [(one, {**one}) for one in tables if isinstance(one, dict)]
     surroundings = Surroundings(torch.device("cpu"), tuple(chance), buffers)
     try:
-        with put_back(found), surroundings.without_trace():
+        with Values(found).put_back(), surroundings.without_trace():
             yield
     finally:
         for listed, were in weights:

@@ -184,7 +184,7 @@ class RecomputedCall:
                 "operation between the forward pass and the backward pass, which recomputes with "
                 "it: expected it to stay as it was; call backward() before optimizer.step()"
             )
-        with self.unit.surroundings.rerun(self.marks):
+        with self.marks.as_then(), self.unit.surroundings.without_trace():
             self.unit.surroundings.restore(self.then)
             yield
 

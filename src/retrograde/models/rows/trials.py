@@ -21,10 +21,8 @@ from retrograde.models.rows.checks import Noted, Reruns
 from retrograde.models.rows.rerun import Recomputable, is_free
 from retrograde.models.rows.rerun_arguments import RerunArguments
 from retrograde.models.rows.rest_of_model import FILLS, filling
-from retrograde.replay.generators import Source
 from retrograde.replay.referents import MODULE_TABLES
-from retrograde.replay.surroundings import Surroundings, version
-from retrograde.replay.trial import try_out
+from retrograde.replay.surroundings import Surroundings, try_out, version
 from retrograde.run.core import hooked
 from retrograde.run.states import device_of
 from retrograde.run.transforms import hooks_of_all
@@ -53,7 +51,7 @@ class Tried:
     def decides(self) -> bool:
         """Whether random numbers may decide what it does."""
         drawn = self.unit.surroundings.sources
-        return not all(map(_is_torchs, drawn)) or (self.made.varies and bool(drawn))
+        return not all(source.is_torchs for source in drawn) or (self.made.varies and bool(drawn))
 
     @property
     def made_bytes(self) -> int | None:
@@ -77,9 +75,8 @@ def try_call(
         others = [_tried(name, forward, layers, given, fill) for fill in FILLS]
         sources = tried.unit.surroundings.sources
         tried = max(*others, tried, key=lambda one: one.made.nbytes)
-        more = filter(
-            _is_torchs, tried.unit.surroundings.sources
-        )  # Python's and NumPy's were filled
+        # Python's and NumPy's were filled.
+        more = (source for source in tried.unit.surroundings.sources if source.is_torchs)
         surroundings = replace(
             tried.unit.surroundings, sources=(*dict.fromkeys((*sources, *more)),)
         )
@@ -120,7 +117,7 @@ def _tried(
 
     device = device_of(*tensors)
     with hooked(f"layer {name}"):
-        result, surroundings, _ = try_out(call, [*layers, *hooks_of_all()], device, tensors_in)
+        result, surroundings, _ = try_out(call, [*layers, *hooks_of_all()], device)
     outputs = tensors_in(result)
     if any(t.layout is not torch.strided for t in (*tensors, *outputs)):
         raise NotExactError(
@@ -147,10 +144,6 @@ def _tried(
         if left.key not in _computed_names(left.holder):
             raise NotExactError(_LEAVES.format(name, left.called))
     return tried
-
-
-def _is_torchs(source: Source) -> bool:
-    return isinstance(source.generator, torch.Generator)
 
 
 class Leave(torch.autograd.Function):
