@@ -30,7 +30,7 @@ _CALL_STEPS, _RECORD_STEPS = 5.0, 15.0
 # range.
 _RATE, _ELEMENT, _CALL = 1.35e5, 2.5e-3, 100.0
 # Microseconds for a span of a layer, and for each of its weights. The key says whether one loop
-# runs the backward pass, which sums the gradients of weights separately.
+# runs the backward pass, over enough rows at a time: it sums the gradients of weights separately.
 _SPAN: dict[bool, tuple[float, float]] = {True: (180.0, 3e-4), False: (230.0, 1.1e-3)}
 # How much longer products with hidden weights take where these lie in place: forward, and in
 # addition by the number of units; and backward.
@@ -315,7 +315,7 @@ class Planner:
             weights = gates * size * (size + layer.width)
             recurrent = 2 * gates * size**2 * lengths.rows / _RATE
             run = 2 * weights * lengths.rows / _RATE + _ELEMENT * lengths.rows * gates * size
-            each, of_weight = _SPAN[layer.loops]
+            each, of_weight = _SPAN[layer.loops and plan.block >= _THREAD_ROWS]
             total += (again + passes - 1) * run + spans * (each + of_weight * weights)
             if plan.forward_by == "in place":
                 total += passes * (_IN_PLACE + _FEW_UNITS / size) * recurrent
