@@ -1901,6 +1901,17 @@ def test_drawn_models_whose_rows_wait_for_none_end_in_no_raw_error(number):
     assert read_changed(number).outcome in ("exact", "told", "refused")
 
 
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("number", [163, 527])
+def test_a_late_row_that_takes_more_is_told(number):
+    """It drops its calls, which here takes more than to keep them."""
+    assert read_changed(number).outcome == "told"
+
+
+def test_the_least_works_where_a_budget_gains_little():
+    assert read_changed(151).outcome == "refused, and the least works"
+
+
 class LeftOut(Plain):
     def __init__(self):
         super().__init__()

@@ -218,3 +218,18 @@ def test_garbage_of_others_that_is_collected_meanwhile_does_not_count(way):
         assert found.retained_bytes == found.peak_bytes == 5000 * 400
     else:
         assert [(phase.peak(), phase.growth()) for phase in found] == [(5000 * 400, 0)]
+
+
+def test_a_phase_tells_its_own_blocks_from_those_of_others():
+    kept = []
+
+    def first():
+        kept.append(torch.zeros(256))
+
+    def second():
+        kept.clear()
+        torch.zeros(128)
+
+    one, two = measure_phases([first, second])
+    assert (one.peak(), one.growth(before=1), one.growth(before=2)) == (1024, 0, 1024)
+    assert (two.growth(), two.growth(since=1), two.peak(since=1)) == (-1024, 0, 512)
