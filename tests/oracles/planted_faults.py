@@ -68,7 +68,7 @@ FAULTS = {
     ),
     "larger steps are planned for as the smaller ones": (
         "sizes/footprint.py", "    if factor <= _ALIKE:\n", "    if factor:\n",
-        "cells/test_even_steps.py", "",
+        "sizes/test_footprint.py", "",
     ),
     "the nodes of one step are counted": (
         "sizes/footprint.py", "    return 1024 * operations * int(recorded.max())\n",
