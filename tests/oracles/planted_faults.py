@@ -50,7 +50,7 @@ FAULTS = {
     "torch's switches are not set back": (
         "replay/switches.py",
         "            for put, _, value in differ:\n                put(value)\n",
-        "            pass\n", "models/test_same_call.py", "",
+        "            pass\n", "replay/test_switches.py", "",
     ),
     # sizes/
     "a block is released when it is allocated": (
@@ -91,7 +91,7 @@ FAULTS = {
     ),
     "the calls of ways that give other gradients are accepted": (
         "models/rows/phases.py", "        if any(shown != ways[0] for shown in ways):\n",
-        "        if False:\n", "models/test_same_call.py", "",
+        "        if False:\n", "models/test_chain.py", "",
     ),
     "a value that can be made anew is never let go": (
         "models/lean/tape.py",
