@@ -88,7 +88,7 @@ def test_an_error_takes_a_measurements_place(render):
     }  # fmt: skip
     shown = render.rendered("backward", [document], counted["backward"])
     line = next(line for line in shown.splitlines() if name in line)
-    assert line.startswith(f"| {name} | too long |  |  | 500 ms |")
+    assert line.startswith(f"| {name} | cuDNN refuses |  |  | 500 ms |")
     assert shown.rstrip().endswith("stopped: no time")
     assert "**Not measured" in render.rendered("backward", [], counted["backward"])
 

@@ -371,8 +371,16 @@ def test_unequal_spans_run_each_step_twice_in_less_memory(monkeypatch):
     assert len(ranges.schedule) > len(found.schedule)  # of steps, which then do not fit at once
 
 
+@pytest.fixture
+def two_threads():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)  # which decide what runs backward
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize(("kind", "memory"), [(nn.RNN, "3%"), (nn.GRU, "1.5%")])
-def test_spans_after_the_first_copy_no_states(kind, memory):
+def test_spans_after_the_first_copy_no_states(kind, memory, two_threads):
     """So they are longer, within the same memory."""
     torch.manual_seed(0)
     ours, theirs = getattr(rg, kind.__name__)(16, 64, memory=memory), kind(16, 64)
