@@ -3,6 +3,8 @@
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -27,12 +29,14 @@ from retrograde.replay.trees import flatten_inputs
 from retrograde.run.layout import Straight, check_length
 from retrograde.run.states import shaped
 from retrograde.schedule.actions import Verb
+from retrograde.sizes.ordinary import ordinary_bytes, time_pass
 from retrograde.sizes.timing import RangeTimes, time_steps
 from retrograde.units import Memory, parse_memory
 
 _REPEATS = 3  # timings of each kind of step
 _BYTES = 256 * 2**20  # of ordinary backpropagation, at most, which is timed on a part otherwise
-_ENOUGH = 0.5  # seconds of timing
+_ENOUGH, _RUNS = 0.3, 9  # seconds of timing, and timings
+_STEPS = 64  # of a cell, by which ordinary backpropagation is timed
 
 
 def fit(
@@ -108,13 +112,18 @@ def fit(
     with torch.enable_grad():
         found, runs = call.planned(cell, state)
         if callable(runs):
-            return replace(found, seconds=min(runs() for _ in range(_REPEATS)))
+            return replace(found, seconds=median(runs() for _ in range(_REPEATS)))
         if isinstance(runs[0], nn.RNNBase):
             return timed(found, *runs)
         core, read, later = runs
-        times = time_steps(core, read, later, _REPEATS)
-    whole = times.record(1, len(call.steps)) + times.backward(1, len(call.steps))
-    return replace(found, seconds=iteration_seconds(found, times), ordinary_seconds=whole)
+        times, steps = time_steps(core, read, later, _REPEATS), min(_STEPS, len(read))
+        with core.surroundings.measured():
+            run = partial(ordinary_bytes, core, read, later, steps, whole=True, by=time_pass)
+            plain = median(run() for _ in range(_REPEATS)) * len(read) / steps
+    # Steps that are timed one by one take longer than in a loop, so only their ratio is taken.
+    whole = times.record(1, found.schedule.length) + times.backward(1, found.schedule.length)
+    ratio = 1.0 if found.ordinary else iteration_seconds(found, times) / whole
+    return replace(found, seconds=plain * ratio, ordinary_seconds=plain)
 
 
 def timed(found: Fit, module: nn.RNNBase, inputs: Any, state: Any) -> Fit:
@@ -138,16 +147,16 @@ def timed(found: Fit, module: nn.RNNBase, inputs: Any, state: Any) -> Fit:
 
 
 def _iteration(shell: Any, weights: Sequence[Tensor], inputs: Any, state: Any) -> float:
-    """Return the least seconds of a few iterations."""
+    """Return the median seconds of a few iterations."""
     wanted = [t for t in (*weights, *tensors_in((inputs, state))) if t.requires_grad]
     found = list[float]()
     with torch.enable_grad(), muted_hooks(wanted):
-        while len(found) < 2 or (len(found) <= _REPEATS and sum(found) < _ENOUGH):
+        while len(found) < 2 or (len(found) < _RUNS and sum(found) < _ENOUGH):
             start = now(wanted[0].device)
             outputs = [t for t in tensors_in(shell.forward(inputs, state)) if t.requires_grad]
             torch.autograd.grad(outputs, wanted, [*map(torch.ones_like, outputs)])
             found.append(now(wanted[0].device) - start)
-    return min(found)
+    return median(found[1:])
 
 
 def iteration_seconds(found: Fit, times: RangeTimes) -> float:

@@ -162,9 +162,7 @@ def _ordinary(
     """
     told = apart(lambda: outputs_tell(core, inputs, state), core.surroundings.device)
 
-    def measured(steps: int) -> tuple[int, int]:
-        return ordinary_bytes(core, inputs, state, steps, whole=not told)
-
+    measured = partial(ordinary_bytes, core, inputs, state, whole=not told)
     few = core.records_ranges and not (core.fused or core.numbers)
     curve = ordinary_curve(measured, len(inputs), memory, few=few)
     shortest = min(2, len(inputs))

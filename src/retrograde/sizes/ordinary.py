@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from retrograde.machine import now
 from retrograde.plan.fit import Curve, Highest
 from retrograde.replay.trees import Tensors
 from retrograde.run.autograd_core import AutogradCore, run_ordinary
@@ -93,6 +94,19 @@ def measure_pass(
     return one.peak(0, 2), one.growth(0, 2) + other.peak(0, 2)
 
 
+def time_pass(
+    forward: Callable[[], None], backward: Callable[[], None], drop: Callable[[], None],
+    device: torch.device,
+) -> float:  # fmt: skip
+    """Return the seconds of a forward and a backward pass."""
+    start = now(device)
+    forward()
+    backward()
+    stop = now(device)
+    drop()
+    return stop - start
+
+
 def outputs_tell(core: AutogradCore, inputs: Inputs, state: Tensors) -> bool:
     """Return whether the gradient of the outputs flows through every part of the state.
 
@@ -121,11 +135,12 @@ def ordinary_bytes(
     *,
     whole: bool,
     like: Callable[[Tensor], Tensor] = torch.ones_like,
-) -> tuple[int, int]:
+    by: Callable[..., Any] = measure_pass,
+) -> Any:
     """Return the working bytes, forward and backward, of ordinary backpropagation.
 
     It runs through the first ``steps`` steps. The gradient, made by ``like``, starts at the
-    outputs, and if ``whole`` at the final state too.
+    outputs, and if ``whole`` at the final state too. Another measure may be taken ``by`` the way.
     """
     numbers = (
         inputs[0:steps][-1:] if core.output_is_total else []
@@ -161,7 +176,7 @@ def ordinary_bytes(
         for one in (roots, leaves, handed):
             one.clear()
 
-    return measure_pass(forward, backward, drop, core.surroundings.device)
+    return by(forward, backward, drop, core.surroundings.device)
 
 
 @contextmanager
