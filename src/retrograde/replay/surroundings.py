@@ -278,9 +278,13 @@ def try_out(
         value, mark = noted.run(call)
         if noted.drawn and threading.active_count() > 1:  # another thread may have moved them
             del value  # BUDGET: the graph of one call at a time
-            moved, noted = noted.drawn, _Noted(found, device)
-            with _Seeded() as own:
-                value, mark = noted.run(call)
+            moved, noted, own = noted.drawn, _Noted(found, device), _Seeded()
+
+            def seen() -> T:
+                with own:  # and not what looks at the generators
+                    return call()
+
+            value, mark = noted.run(seen)
             noted.drawn = {
                 source: end
                 for source, end in noted.drawn.items()
