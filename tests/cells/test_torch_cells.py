@@ -1,7 +1,9 @@
 """Torch's own cells within a budget, which the loops of a layer run."""
 
 import copy
+import gc
 import random
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -157,6 +159,25 @@ def test_weights_that_change_between_calls_are_the_ones_that_count():
     other = copy.deepcopy(cell)
     gradients(within("20%"), other, x, None)
     assert all(p.grad is None for p in cell.parameters())
+
+
+@pytest.mark.parametrize("samples", [0, 2])
+def test_nothing_to_backpropagate_and_no_samples_are_as_in_the_loop(samples):
+    cell, x = nn.GRUCell(3, 4), torch.randn(20, samples, 3)
+    cell.requires_grad_(samples == 0)
+    y, last = rg.unroll(cell, x, torch.zeros(samples, 4), memory="100%")
+    expected, h = plainly(cell, x, torch.zeros(samples, 4))
+    assert torch.equal(y, expected)
+    assert torch.equal(last, h)
+
+
+def test_no_cache_keeps_the_weights_of_a_cell_alive():
+    cell = nn.LSTMCell(3, 6)
+    gradients(within("50%"), cell, torch.randn(60, 2, 3), None)
+    weight = weakref.ref(cell.weight_hh)
+    del cell
+    gc.collect()
+    assert weight() is None
 
 
 def test_a_function_around_a_cell_has_the_loops_bits():

@@ -32,17 +32,20 @@ class TorchCell:
         return after[0] if isinstance(self.cell, nn.LSTMCell) else after, after
 
     def is_a_layer(self, x: Tensor, state: Sequence[Tensor]) -> bool:
-        """Return whether a layer computes the same, of inputs (T, B, I) or (T, I)."""
+        """Return whether a layer computes the same, of inputs (T, B, I) or (T, I), with something
+        to backpropagate."""
         cell, parts = self.cell, 2 if type(self.cell) is nn.LSTMCell else 1
         tensors = [x, *state, *cell.parameters()]
         return (
             type(cell) in _LAYERS
             and besides_forward(cell) is None
             and all(type(t) in (Tensor, nn.Parameter) and t.is_cpu for t in tensors)
+            and any(t.requires_grad for t in tensors)
             and x.dtype in _EXACT
             and {t.dtype for t in tensors} == {x.dtype}
             and not torch.is_autocast_enabled("cpu")
             and x.dim() in (2, 3)
+            and x.shape[1:-1] != (0,)
             and x.shape[-1] == cell.input_size
             and [t.shape for t in state] in ([], [(*x.shape[1:-1], cell.hidden_size)] * parts)
         )
@@ -56,21 +59,20 @@ class TorchCell:
         """Return a layer's state in the form of a cell's."""
         return tuple(map(self.left, state)) if isinstance(state, tuple) else state.squeeze(0)
 
-    def layer(self, memory: int) -> BudgetedRNN:
-        """Return a layer with the cell's own parameters, and a budget."""
+    def empty(self, memory: int) -> BudgetedRNN:
+        """Return a layer of the cell's kind and sizes, with a budget and without its weights."""
         cell = self.cell
         options: Any = {"nonlinearity": cell.nonlinearity} if type(cell) is nn.RNNCell else {}
-        kind = _LAYERS[type(cell)]
-        layer: Any = kind(
-            cell.input_size, cell.hidden_size, bias=cell.bias, device="meta", **options
-        )
+        sizes = cell.input_size, cell.hidden_size
+        layer = _LAYERS[type(cell)](*sizes, bias=cell.bias, device="meta", **options)
         layer.memory = memory
-        return self.refreshed(layer)
+        return layer
 
-    def refreshed(self, layer: BudgetedRNN) -> BudgetedRNN:
-        """Return the layer with the parameters that the cell has now."""
-        own = ((f"{name}_l0", p) for name, p in self.cell._parameters.items() if p is not None)
-        layer._parameters.update(own)
+    def layer(self, empty: BudgetedRNN) -> BudgetedRNN:
+        """Return an empty layer over the parameters that the cell has now. They share plans."""
+        own = {f"{name}_l0": p for name, p in self.cell._parameters.items() if p is not None}
+        layer: BudgetedRNN = object.__new__(type(empty))
+        vars(layer).update(vars(empty), _parameters=own)
         flat_weights(layer, anew=True)
         return layer
 

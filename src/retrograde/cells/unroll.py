@@ -298,14 +298,14 @@ class CellCall:
 
         def fit(usual: Curve | Highest) -> tuple[BudgetedRNN, int]:
             ordinary = usual(len(x))
-            layer = cell.layer(as_bytes(memory, ordinary))
-            layer.fit(x, entry)
-            return layer, ordinary
+            empty = cell.empty(as_bytes(memory, ordinary))
+            cell.layer(empty).fit(x, entry)
+            return empty, ordinary
 
         tensors = map(signature, (x, *states, *cell.cell.parameters()))
         key = id(cell.cell), repr(memory), torch.get_num_threads(), *tensors
         found = _LAYERS.get(key, partial(self._unless_steps, fit, cell, state), [cell.cell])
-        return None if found is None else (cell.refreshed(found[0]), entry, found[1])
+        return None if found is None else (cell.layer(found[0]), entry, found[1])
 
     def _unless_steps(
         self, fit: Callable[[Curve | Highest], T], cell: Cell, state: Any
