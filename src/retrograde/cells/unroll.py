@@ -1,6 +1,5 @@
 """``unroll``: any cell over a sequence, with its gradient within a memory budget."""
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -40,6 +39,7 @@ from retrograde.run.transforms import is_transformed, is_unreal, refuse_transfor
 from retrograde.schedule import Schedule
 from retrograde.sizes.cache import CellFits, LRUCache, signature
 from retrograde.sizes.footprint import footprint, grown, node_bytes, partly_idle
+from retrograde.sizes.timing import time_iterations
 from retrograde.units import Memory, as_bytes, parse_memory
 
 T = TypeVar("T")
@@ -187,15 +187,18 @@ class CellCall:
                 return [y], flatten(y, "output of the cell")[1], cast(TorchCell, cell).left(after)
             found = self._fit_loops(cell, state)
             if found is not None:
-                fit, loops, states, state_spec = found
-                outputs, after = run_schedule(
-                    loops, fit.schedule, self.tensors, joined(states), loops.rows
-                )
-                spec = flatten(outputs[0], "output of the cell")[1]
-                return outputs, spec, state_spec.unflatten(parted(after))
+                y, *after = self._by_loops(*found[:3])
+                spec = flatten(y, "output of the cell")[1]
+                return [y], spec, found[3].unflatten(parted(after))
             core = self.examine(cell, states, state_spec)
             outputs, after = self._recorded(core, states)
         return outputs, core.output_spec, core.state_spec.unflatten(after)
+
+    def _by_loops(self, fit: Fit, loops: HeldLayers, states: Tensors) -> Tensors:
+        """Return the outputs of compiled loops, and the parts of a layer's last state."""
+        given = joined(states)
+        outputs, after = run_schedule(loops, fit.schedule, self.tensors, given, loops.rows)
+        return [*outputs, *after]
 
     def planned(self, cell: Cell, state: Any) -> tuple[Fit, Any]:
         """Return the plan for a cell and its initial state, and what it can be timed by. That is a
@@ -214,7 +217,9 @@ class CellCall:
             runs: Any = layer and (layer[0], self.tensors[0], layer[1])
             if loops is not None:
                 fit, layers, first, _ = loops
-                runs = partial(_iteration, layers, fit.schedule, self.tensors, joined(first))
+                given = *self.tensors, *first, *layers.parameters
+                wanted = [t for t in given if t.requires_grad]
+                runs = partial(time_iterations, partial(self._by_loops, *loops[:3]), wanted)
             elif layer is not None:
                 fit = replace(layer[0].fit(*runs[1:]), ordinary_bytes=layer[2])
             return replace(fit, minimum_bytes=min(fit.minimum_bytes, least)), runs
@@ -347,17 +352,6 @@ class CellCall:
             outputs.append(flatten(y, "output of the cell"))
         stacked = [torch.stack(ys) for ys in zip(*(ys for ys, _ in outputs), strict=True)]
         return stacked, outputs[0][1], state
-
-
-def _iteration(core: HeldLayers, schedule: Schedule, tensors: Tensors, states: Tensors) -> float:
-    """Return the seconds of an iteration of a layer, which leaves no trace."""
-    wanted = [t for t in (*tensors, *states, *core.parameters) if t.requires_grad]
-    with core.surroundings.measured():
-        start = time.perf_counter()
-        outputs, after = run_schedule(core, schedule, tensors, states, core.rows)
-        seeds = [torch.ones_like(t) for t in (*outputs, *after)]
-        torch.autograd.grad([*outputs, *after], wanted, seeds, allow_unused=True)
-        return time.perf_counter() - start
 
 
 def refuse_compiled(**options: object) -> None:

@@ -1,4 +1,4 @@
-"""``fit``: the plan for a call and a budget, without running the call."""
+"""``fit``: the plan for a call and a budget, and its seconds; nothing is trained."""
 
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -16,7 +16,6 @@ from retrograde.cells.as_cell import as_cell
 from retrograde.cells.stateful import Stateful
 from retrograde.cells.unroll import CellCall, refuse_compiled
 from retrograde.errors import NotExactError
-from retrograde.machine import now
 from retrograde.models.budget.replace_modules import twin
 from retrograde.models.budget.sample_run import untouched
 from retrograde.models.chain_plans import ChainFit
@@ -24,18 +23,16 @@ from retrograde.models.rows.arguments import tensors_in
 from retrograde.models.sequential import Sequential
 from retrograde.plan.fit import Fit
 from retrograde.recurrent.weights import last_weights, over_weights, stand_ins
-from retrograde.replay.surroundings import muted_hooks
 from retrograde.replay.trees import flatten_inputs
 from retrograde.run.layout import Straight, check_length
 from retrograde.run.states import shaped
 from retrograde.schedule.actions import Verb
 from retrograde.sizes.ordinary import ordinary_bytes, time_pass
-from retrograde.sizes.timing import RangeTimes, time_steps
+from retrograde.sizes.timing import RangeTimes, time_iterations, time_steps
 from retrograde.units import Memory, parse_memory
 
 _REPEATS = 3  # timings of each kind of step
 _BYTES = 256 * 2**20  # of ordinary backpropagation, at most, which is timed on a part otherwise
-_ENOUGH, _RUNS = 0.3, 9  # seconds of timing, and timings
 _STEPS = 64  # of a cell, by which ordinary backpropagation is timed
 
 
@@ -48,7 +45,7 @@ def fit(
     stateful: nn.Module | Sequence[nn.Module] = (),
     compile: bool = False,
 ) -> Fit | ChainFit:
-    """Return the plan for a call, which does not run: peak, least budget, forward steps, seconds.
+    """Return the plan for a call: peak, least budget, forward steps, seconds. Nothing is trained.
 
     Args:
         cell: the callable: a cell as for :func:`retrograde.unroll`; an LSTM, a GRU or an RNN,
@@ -112,7 +109,7 @@ def fit(
     with torch.enable_grad():
         found, runs = call.planned(cell, state)
         if callable(runs):
-            return replace(found, seconds=median(runs() for _ in range(_REPEATS)))
+            return replace(found, seconds=runs())
         if isinstance(runs[0], nn.RNNBase):
             return timed(found, *runs)
         core, read, later = runs
@@ -129,34 +126,28 @@ def fit(
 def timed(found: Fit, module: nn.RNNBase, inputs: Any, state: Any) -> Fit:
     """Return the plan of a recurrent module with its seconds, and those of torch's own kernels.
 
-    Both are measured. Where torch's own would take much memory, it runs on a part of the steps.
+    Both are measured. Where torch's own would take much memory, it runs on a part of the steps, or
+    on none of a packed batch.
     """
     weights, own = stand_ins(last_weights(module)), twin(module)  # none is computed anew
     ours, theirs = over_weights(own, weights, type(own)), over_weights(own, weights)
     ours.memory = found.budget_bytes
     share = min(1.0, _BYTES / found.ordinary_bytes)
-    part, of = inputs, 1.0
-    if share < 1 and isinstance(inputs, Tensor):
+
+    def seconds(shell: Any, part: Any) -> float:
+        wanted = [t for t in (*weights, *tensors_in((part, state))) if t.requires_grad]
+        return time_iterations(lambda: tensors_in(shell.forward(part, state)), wanted)
+
+    with untouched(module):
+        found = replace(found, seconds=seconds(ours, inputs))
+        if share == 1:
+            return replace(found, ordinary_seconds=seconds(theirs, inputs))
+        if not isinstance(inputs, Tensor):  # a part of a packed batch is not like the whole
+            return found
         at = 1 if module.batch_first and inputs.dim() == 3 else 0
         part = inputs.narrow(at, 0, max(1, int(share * inputs.shape[at])))
-        of = inputs.shape[at] / part.shape[at]
-    with untouched(module):
-        seconds = _iteration(ours, weights, inputs, state)
-        whole = of * _iteration(theirs, weights, part, state)
-    return replace(found, seconds=seconds, ordinary_seconds=whole)
-
-
-def _iteration(shell: Any, weights: Sequence[Tensor], inputs: Any, state: Any) -> float:
-    """Return the median seconds of a few iterations."""
-    wanted = [t for t in (*weights, *tensors_in((inputs, state))) if t.requires_grad]
-    found = list[float]()
-    with torch.enable_grad(), muted_hooks(wanted):
-        while len(found) < 2 or (len(found) < _RUNS and sum(found) < _ENOUGH):
-            start = now(wanted[0].device)
-            outputs = [t for t in tensors_in(shell.forward(inputs, state)) if t.requires_grad]
-            torch.autograd.grad(outputs, wanted, [*map(torch.ones_like, outputs)])
-            found.append(now(wanted[0].device) - start)
-    return median(found[1:])
+        times = inputs.shape[at] / part.shape[at]
+        return replace(found, ordinary_seconds=times * seconds(theirs, part))
 
 
 def iteration_seconds(found: Fit, times: RangeTimes) -> float:

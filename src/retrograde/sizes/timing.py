@@ -1,13 +1,15 @@
 """The measured seconds of a core's steps: for each kind of call, per call and per step.
 
 A core that is called step by step is timed on one step. A fused kernel is timed on ranges of two
-lengths, and the difference gives the cost of a step.
+lengths, and the difference gives the cost of a step. What runs as a whole is timed as a whole.
 """
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+
+import torch
 
 from retrograde.machine import now
 from retrograde.replay.surroundings import muted_hooks
@@ -17,6 +19,7 @@ from retrograde.run.layout import Inputs
 from retrograde.sizes.footprint import Shapes, gradients_like, noting
 
 _LONG = 64  # steps of the longer range: about as many as schedules record at a time
+_ENOUGH, _MOST = 0.3, 9  # seconds of timing iterations, and iterations
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,20 @@ def time_steps(core: Core, inputs: Inputs, state: Tensors, repeats: int) -> Rang
             medians.append([statistics.median(seconds[i::3]) for i in range(3)])
     pairs = zip(medians[0], medians[-1], strict=True)
     return RangeTimes(*(linear_time(short, long, longest) for short, long in pairs))
+
+
+def time_iterations(run: Callable[[], Tensors], wanted: Tensors) -> float:
+    """Return the median seconds of a few iterations. ``run`` returns the results of a forward pass,
+    and ``wanted`` are the tensors whose gradients are computed."""
+    found, device = list[float](), wanted[0].device
+    with torch.enable_grad(), muted_hooks(wanted):
+        while len(found) < 2 or (len(found) < _MOST and sum(found) < _ENOUGH):
+            start = now(device)
+            outputs = [t for t in run() if t.requires_grad]
+            seeds = [*map(torch.ones_like, outputs)]
+            torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
+            found.append(now(device) - start)
+    return statistics.median(found[1:])  # the first may allocate or compile
 
 
 def linear_time(short: float, long: float, steps: int) -> LinearTime:
