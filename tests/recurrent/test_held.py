@@ -402,6 +402,14 @@ def test_spans_after_the_first_copy_no_states(kind, memory, two_threads):
     assert 0.7 * found.peak_bytes <= taken <= found.peak_bytes <= found.budget_bytes
 
 
+def test_one_loop_is_not_chosen_for_spans_of_few_rows(two_threads):
+    """It would read and write the sums of all weights' gradients at every step."""
+    module = rg.GRU(256, 256, memory="5%")
+    (plan, _), *_ = find_plan(module._call_of(torch.randn(200, 64, 256), None), "5%").parts
+    assert plan.backward_by == ("sweeps",)
+    assert min(plan.steps[:-1]) > 1
+
+
 def test_marks_that_are_free_are_counted_once():
     """The first span takes most, when nearly all marks are free."""
     case = Case(nn.LSTM, (80, 8, 4, 16), dtype=torch.float)
