@@ -87,7 +87,8 @@ class _Begun(Arguments):
 
     def changes(self, now: Arguments) -> str | None:
         """Return why a call cannot be run again that ends with these arguments, or None."""
-        if self.spec != now.spec or [*map(id, self.leaves)] != [*map(id, now.leaves)]:
+        (leaves, spec), (after, spec_after) = self.given, now.given
+        if spec != spec_after or [*map(id, leaves)] != [*map(id, after)]:
             return "changes a list or a dict that it is given: expected it to return what is new"
         writes = any(version(t) != self.versions[id(t)] for t in tensors_in(self.leaves))
         return "" if writes else None

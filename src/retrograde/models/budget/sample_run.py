@@ -18,7 +18,7 @@ from torch import nn
 from retrograde.errors import RetrogradeError
 from retrograde.models.budget.call_order import CallOrder, ModuleCall, noted
 from retrograde.models.budget.watched import WatchedModule
-from retrograde.models.rows.arguments import tensors_in
+from retrograde.models.rows.arguments import Arguments, tensors_in, unflatten
 from retrograde.models.rows.layer_run import LayerRun, released
 from retrograde.models.rows.phases import as_accumulated
 from retrograde.models.rows.rest_of_model import FILLS, Filling, RestOfModel, draw, filling
@@ -76,7 +76,10 @@ def _eager() -> Iterator[None]:
 
 
 def run_model(model: nn.Module, sample: object) -> Any:
-    """Call a model on a sample: a tuple is its arguments, a dict its keyword arguments."""
+    """Call a model on a sample: a tuple is its arguments, a dict its keyword arguments. A cache in
+    it is given as a copy, so that it does not grow with every run."""
+    given = Arguments((sample,))
+    (sample,), _ = unflatten(given.leaves, given.spec)
     try:
         if isinstance(sample, dict):
             return model(**sample)

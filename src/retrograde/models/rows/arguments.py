@@ -1,7 +1,9 @@
 """The arguments of a call, and the tensors in these and in results."""
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -12,24 +14,88 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from retrograde.sizes.cache import signature
 
 _PLAIN: tuple[type, ...] = (bool, int, float, complex, str, bytes, type(None), nn.Module)
-_PLAIN += (torch.dtype, torch.device, torch.Size)
+_PLAIN += (torch.dtype, torch.device, torch.Size, Enum, type)
+
+
+@dataclass(frozen=True)
+class _Object:
+    """An object of the caller's, such as a cache, taken apart: its class, the structure of its
+    attributes, and those of them that are objects. One that was met before has its number only."""
+
+    number: int
+    kind: type | None = None
+    spec: pytree.TreeSpec | None = None
+    inner: "tuple[_Object | None, ...]" = ()
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The structure of arguments of which some are objects."""
+
+    spec: pytree.TreeSpec
+    objects: tuple[_Object | None, ...]
+
+
+def _apart(leaf: Any, into: list[Any], known: dict[int, int]) -> _Object | None:
+    """Append the values of a leaf to a list, and return its structure; None for a value. Raises
+    TypeError for an object that cannot be made again from its attributes."""
+    if isinstance(leaf, (Tensor, *_PLAIN)):
+        into.append(leaf)
+        return None
+    if id(leaf) in known:
+        return _Object(known[id(leaf)])
+    kind: Any = type(leaf)
+    slots = any(vars(base).get("__slots__") for base in kind.__mro__)
+    if kind.__new__ is not object.__new__ or slots or not hasattr(leaf, "__dict__"):
+        raise TypeError(kind.__name__)
+    number = known[id(leaf)] = len(known)
+    leaves, spec = pytree.tree_flatten(vars(leaf))
+    try:
+        return _Object(number, kind, spec, tuple(_apart(one, into, known) for one in leaves))
+    except TypeError as error:
+        raise TypeError(f"{kind.__name__} with a {error}") from None
+
+
+def _together(one: _Object | None, values: Iterator[Any], made: dict[int, Any]) -> Any:
+    """Return a new object with the next of some values, or the next value."""
+    if one is None:
+        return next(values)
+    if one.kind is not None:
+        found: Any = object.__new__(one.kind)
+        made[one.number] = found
+        assert one.spec is not None
+        leaves = [_together(each, values, made) for each in one.inner]
+        vars(found).update(pytree.tree_unflatten(leaves, one.spec))
+    return made[one.number]
 
 
 class Arguments:
     """The arguments of a call, with copies of the caller's lists and dicts.
 
-    ``slot`` is the position or name of the state among them.
+    ``slot`` is the position or name of the state among them. ``leaves`` are their values. An object
+    of the caller's, such as a cache, has those that its attributes had before the call. A rerun is
+    given a copy of it with these, so it finds what the call found, and changes no one's.
     """
 
     def __init__(
         self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, slot: int | str = 0
     ) -> None:
         self.slot = slot
-        self.spec: pytree.TreeSpec | None = None  # of positional tensors alone, the usual case
+        # None for positional tensors alone, the usual case
+        self.spec: pytree.TreeSpec | Structure | None = None
         self.leaves: list[Any] = [*args]
         if kwargs or not all(isinstance(leaf, Tensor) for leaf in args):
             self.leaves, self.spec = pytree.tree_flatten((args, kwargs or {}))
         self.args, self.kwargs = unflatten(self.leaves, self.spec)
+        self.given = self.leaves, self.spec
+        self.uncopied: str | None = None
+        if self.spec is not None and not all(isinstance(v, (Tensor, *_PLAIN)) for v in self.leaves):
+            values, known = list[Any](), dict[int, int]()
+            try:
+                objects = tuple(_apart(leaf, values, known) for leaf in self.leaves)
+                self.leaves, self.spec = values, Structure(self.spec, objects)
+            except TypeError as error:
+                self.uncopied = str(error)
 
     @property
     def state(self) -> Any:
@@ -44,13 +110,12 @@ class Arguments:
 
     def refusal(self) -> str | None:
         """Return the reason why a layer cannot be recomputed with these arguments, or None."""
-        for leaf in self.leaves:
-            if not isinstance(leaf, (Tensor, *_PLAIN)):
-                return (
-                    f"is given a {type(leaf).__name__}, which it may change: expected tensors and "
-                    "numbers; of a language model, call it with use_cache=False"
-                )
-        return None
+        if self.uncopied is None:
+            return None
+        return (
+            f"is given a {self.uncopied}, which it may change, and of which no copy can be made: "
+            "expected tensors, numbers, and objects whose attributes are such"
+        )
 
 
 def tied(weights: Iterable[Iterable[Tensor]]) -> frozenset[Tensor]:
@@ -59,10 +124,14 @@ def tied(weights: Iterable[Iterable[Tensor]]) -> frozenset[Tensor]:
     return frozenset(p for p, count in users.items() if count > 1)
 
 
-def unflatten(leaves: Sequence[Any], spec: pytree.TreeSpec | None) -> tuple[Any, Any]:
+def unflatten(leaves: Sequence[Any], spec: pytree.TreeSpec | Structure | None) -> tuple[Any, Any]:
     """Return the arguments and keyword arguments that have some leaves."""
     if spec is None:
         return tuple(leaves), {}
+    if isinstance(spec, Structure):
+        values, made = iter(leaves), dict[int, Any]()
+        leaves = [_together(one, values, made) for one in spec.objects]
+        spec = spec.spec
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     return args, kwargs
 

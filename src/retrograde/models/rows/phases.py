@@ -49,7 +49,7 @@ class Phases:
         first: bool,
     ) -> None:
         self.unit, self.given, self.tied, self.first, self.turned = unit, state, tied, first, False
-        leaves, self.arguments = given.leaves, RerunArguments(given.leaves, given.spec)
+        leaves, self.arguments = given.leaves, RerunArguments(given)
         self.device = tensors_in(leaves)[0].device
         ours = {id(t): n for n, t in enumerate(state)}
         self.places = [ours.get(id(leaf)) for leaf in leaves]

@@ -20,7 +20,6 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _pytree as pytree
 
 from retrograde.errors import NotExactError, RetrogradeError
 from retrograde.models.lean import recipes
@@ -125,7 +124,7 @@ class RecomputedCall:
     ) -> None:
         self.unit, self.lean, self.row, self.number = unit, lean, row, number
         self.born = next(_numbers)
-        self.given = RerunArguments(given.leaves, given.spec)
+        self.given = RerunArguments(given)
         self.saved: list[ref[Placeholder]] = []
         self.forms: list[tuple[torch.Size, torch.dtype]] = []
         self.noted = Noted(unit.reruns)
@@ -172,7 +171,7 @@ class RecomputedCall:
         """Return the arguments, without the graph that they came from, and their ids."""
         values = [one.find(state, self._differs) for one in self.given.each]
         args, kwargs, _ = self.given.enter(values)
-        leaves = pytree.tree_leaves((args, kwargs))
+        leaves = Arguments(args, kwargs).leaves
         return args, kwargs, {id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
 
     @contextmanager

@@ -12,10 +12,9 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from retrograde.models.lean.recipes import overwritten
-from retrograde.models.rows.arguments import unflatten
+from retrograde.models.rows.arguments import Arguments, unflatten
 from retrograde.replay.fingerprints import Fingerprint, fingerprint, verify
 from retrograde.replay.surroundings import version
 
@@ -72,8 +71,9 @@ class RerunArgument:
 class RerunArguments:
     """The arguments of one call: ``each`` of them, and which are one tensor."""
 
-    def __init__(self, leaves: Sequence[Any], spec: pytree.TreeSpec | None) -> None:
-        self.each, self.spec = [RerunArgument.of(leaf) for leaf in leaves], spec
+    def __init__(self, given: Arguments) -> None:
+        leaves, self.spec = given.leaves, given.spec
+        self.each = [RerunArgument.of(leaf) for leaf in leaves]
         first: dict[int, int] = {}
         ids = [id(leaf) if isinstance(leaf, Tensor) else -n for n, leaf in enumerate(leaves, 1)]
         self.same = [first.setdefault(at, n) for n, at in enumerate(ids)]

@@ -104,7 +104,7 @@ def _tried(
     def call() -> Any:
         nonlocal noted
         noted = Noted(reruns)
-        args, kwargs, entered = RerunArguments(given.leaves, given.spec).enter(given.leaves)
+        args, kwargs, entered = RerunArguments(given).enter(given.leaves)
         ours.update(map(id, entered))
         with (
             nullcontext() if fill is None else filling(fill),
