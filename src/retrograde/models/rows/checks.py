@@ -29,6 +29,7 @@ class Reruns:
         ends_early: whether a rerun that ends at the last wanted tensor leaves nothing undone.
         final: by number, whether a tensor is written before it is saved.
         last: the numbers of those that the last node saves.
+        weights: the numbers of views of weights.
         row: the last row that ran it with casts of its own.
     """
 
@@ -37,6 +38,7 @@ class Reruns:
     ends_early: bool | None = None
     final: dict[int, bool] = field(default_factory=dict)
     last: list[int] = field(default_factory=list)
+    weights: set[int] = field(default_factory=set)
     row: Callable[[], Any] = lambda: None
 
     @property
@@ -83,13 +85,22 @@ class Noted(_Watched):
 
     def add(self, t: Tensor) -> None:
         """Note a tensor that is saved."""
-        number = self._begin()
+        number, reruns = self.number, self.reruns
+        if self.turn and (number + self.turn) % _EVERY and number not in reruns.last:
+            if self._unwritten:
+                self._begin()
+            self.number = number + 1
+            self.prints.append(_WEIGHT if number in reruns.weights else None)
+            return
+        self._begin()
         self._group.append(number)
-        rare = self.turn and number not in self.reruns.last and (number + self.turn) % _EVERY
         base = base_of(t)
-        weight = base is not t and base.is_leaf and base.requires_grad
-        self.prints.append(_WEIGHT if weight else None if rare else fingerprint(t, self.part))
-        if not weight and not rare and not self.reruns.final.get(number):
+        if base is not t and base.is_leaf and base.requires_grad:
+            reruns.weights.add(number)
+            self.prints.append(_WEIGHT)
+            return
+        self.prints.append(fingerprint(t, self.part))
+        if not reruns.final.get(number):
             self._unwritten.append((number, t.detach()))
 
     def settle(self) -> None:
@@ -112,9 +123,13 @@ class Compared(_Watched):
 
     def add(self, t: Tensor) -> bool:
         """Compare a tensor that is saved. Return whether it is known to be the right one."""
+        then = self.noted.prints[self.number]
+        if (then is None or then is _WEIGHT) and not self._unwritten:
+            self.number += 1
+            return then is _WEIGHT
         number = self._begin()
-        if self.noted.prints[number] in (None, _WEIGHT):
-            return self.noted.prints[number] is not None
+        if then is None or then is _WEIGHT:
+            return then is _WEIGHT
         if not self.noted.reruns.final.get(number):
             self._unwritten.append((number, t.detach()))
             return False
