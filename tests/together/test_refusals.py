@@ -90,10 +90,6 @@ def assert_as_without(ours, theirs, x, **options):
         assert_same(mine, gradients(theirs, x, seed=seed, **options))
 
 
-def leave(block, y):
-    block.aux = y.square().mean()
-
-
 def leave_deep(block, y):
     HIDDEN["a"]["b"]["c"]["d"].append(y.square().mean())
 
@@ -101,20 +97,42 @@ def leave_deep(block, y):
 HIDDEN = {"a": {"b": {"c": {"d": []}}}}
 
 
-@pytest.mark.parametrize(
-    ("habit", "where"),
-    [(leave, r"in Block\.aux"), (leave_deep, "in a place that cannot be found")],
-)
 @pytest.mark.quick(2)
-def test_an_auxiliary_loss_is_refused_by_name(habit, where):
+@pytest.mark.parametrize("memory", ["50%", "42%"])
+@pytest.mark.parametrize("within", [rg.Sequential, Loop], ids=["Sequential", "budget"])
+def test_an_auxiliary_loss_may_be_left_in_an_attribute(within, memory):
+    """So may a state that enters the next pass, as that of a spiking layer does."""
+
+    def carry(block, y):
+        block.aux = y.square().mean() + getattr(block, "aux", 0.0) / 2
+
+    def loss(model, y):
+        with torch.random.fork_rng():
+            more = model(x * 0.5).square().mean()
+        found = [m.aux for m in model.modules() if isinstance(m, Block)]
+        for block in model.modules():
+            vars(block).pop("aux", None)
+        return y.square().mean() + more + sum(found)
+
     x = inputs()
-    told = rf"layer \S+ leaves a tensor with a gradient {where}: expected it to return it"
+    ours = within(blocks(habit=carry)) if within is Loop else within(*blocks(habit=carry))
+    if within is Loop:
+        rg.budget(ours, memory, x)
+    else:
+        ours.memory = memory
+    theirs = nn.Sequential(*blocks(habit=carry))
+    assert_as_without(ours, theirs, x, loss=loss)
+
+
+def test_what_is_left_where_nothing_finds_it_is_refused_by_name():
+    x = inputs()
+    told = r"layer \S+ leaves a tensor with a gradient in a place that cannot be found: expected"
     with pytest.raises(rg.CellError, match=told):
-        rg.Sequential(*blocks(habit=habit), memory="50%")(x)
+        rg.Sequential(*blocks(habit=leave_deep), memory="50%")(x)
     with pytest.raises(rg.CellError, match=told):
-        rg.budget(Loop(blocks(habit=habit)), "50%", x)
+        rg.budget(Loop(blocks(habit=leave_deep)), "50%", x)
     with pytest.raises(rg.CellError, match=told):  # nothing that the first is given has a gradient
-        rg.Sequential(*blocks(1, habit=habit), *blocks(), memory="50%")(x)
+        rg.Sequential(*blocks(1, habit=leave_deep), *blocks(), memory="50%")(x)
     HIDDEN["a"]["b"]["c"]["d"].clear()
 
 

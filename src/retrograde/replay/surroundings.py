@@ -16,7 +16,7 @@ cell.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -77,6 +77,10 @@ def _refuse(name: str, _: Tensor) -> Tensor:
     )
 
 
+def _without_graph(t: Tensor) -> Tensor:
+    return t.detach().requires_grad_(t.requires_grad)
+
+
 @dataclass(frozen=True)
 class Surroundings:
     """The surroundings that matter to one call, as a trial found them.
@@ -85,9 +89,9 @@ class Surroundings:
         device: where it runs.
         sources: the generators that it draws from.
         buffers: the tensors that it writes to.
-        moving: the attributes that it changes, of plain values.
+        moving: the attributes that it changes, whose values are noted before each call.
         changing: all attributes that it changes, which a rerun puts back.
-        left: where it leaves tensors that have a history.
+        left: where it leaves tensors that have a history, and their bytes.
         left_bytes: the bytes of other tensors that it leaves.
         growing: lists that it adds to, which a rerun shortens again.
         found: the objects that it refers to.
@@ -98,7 +102,7 @@ class Surroundings:
     buffers: tuple[Tensor, ...] = ()
     moving: tuple[Slot, ...] = ()
     changing: tuple[Slot, ...] = ()
-    left: tuple[Slot, ...] = ()
+    left: Mapping[Slot, int] = field(default_factory=dict)
     left_bytes: int = 0
     growing: tuple[list[Any], ...] = ()
     found: Referents = field(default_factory=Referents)
@@ -128,7 +132,8 @@ class Surroundings:
         """Copy the present surroundings; the copy is empty for a call that depends on none."""
         random = (source.capture() for source in self.sources)
         copies = (buffer.detach().clone() for buffer in self.buffers)
-        return (*random, *copies, *(slot.read() for slot in self.moving))
+        values = (pytree.tree_map_only(Tensor, _without_graph, s.read()) for s in self.moving)
+        return (*random, *copies, *values)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Restore captured surroundings."""
@@ -337,8 +342,9 @@ class _Noted:
 
     def surroundings(self) -> Surroundings:
         """Return the surroundings that a call drew from, wrote to and changed."""
-        left = [slot for slot, _, now in self.changed if any(t.grad_fn for t in tensors_in(now))]
-        apart = (t for slot, _, now in self.changed if slot not in left for t in tensors_in(now))
+        held = [(slot, tensors_in(now)) for slot, _, now in self.changed]
+        left = {s: sum(t.nbytes for t in own) for s, own in held if any(t.grad_fn for t in own)}
+        apart = (t for slot, own in held if slot not in left for t in own)
         nbytes = {t.untyped_storage().data_ptr(): t.nbytes for t in apart}
         return Surroundings(
             self.device,
@@ -346,7 +352,7 @@ class _Noted:
             buffers=tuple(distinct(t for o in self.owners if o.written for t in o.tensors)),
             moving=tuple(s for s, then, now in self.changed if is_plain(then) and is_plain(now)),
             changing=tuple(slot for slot, *_ in self.changed),
-            left=tuple(left),
+            left=left,
             left_bytes=sum(nbytes.values()),
             growing=tuple(self.growing),
             found=self.found,

@@ -21,6 +21,7 @@ from retrograde.models.rows.checks import Noted, Reruns
 from retrograde.models.rows.rerun import Recomputable, is_free
 from retrograde.models.rows.rerun_arguments import RerunArguments
 from retrograde.models.rows.rest_of_model import FILLS, filling
+from retrograde.replay.fingerprints import Fingerprint, fingerprints
 from retrograde.replay.referents import MODULE_TABLES
 from retrograde.replay.surroundings import Surroundings, try_out, version
 from retrograde.run.core import hooked
@@ -118,6 +119,12 @@ def _tried(
     device = device_of(*tensors)
     with hooked(f"layer {name}"):
         result, surroundings, _ = try_out(call, [*layers, *hooks_of_all()], device)
+    kept = [s for s in surroundings.changing if s not in surroundings.moving]
+    kept = [slot for slot in kept if slot.key not in _computed_names(slot.holder)]
+    left_bytes = surroundings.left_bytes + sum(surroundings.left.get(slot, 0) for slot in kept)
+    surroundings = replace(surroundings, left_bytes=left_bytes)
+    if kept and _reads_what_it_left(call, surroundings, fingerprints(tensors_in(result))):
+        surroundings = replace(surroundings, moving=(*surroundings.moving, *kept))
     outputs = tensors_in(result)
     if any(t.layout is not torch.strided for t in (*tensors, *outputs)):
         raise NotExactError(
@@ -139,11 +146,26 @@ def _tried(
     if any(one() is not None for one in saved):  # what a graph saved lives as long as that
         gc.collect()  # of cycles
     if any(one() is not None for one in saved):
-        raise NotExactError(_LEAVES.format(name, "a place that cannot be found"))
-    for left in tried.unit.surroundings.left:
-        if left.key not in _computed_names(left.holder):
-            raise NotExactError(_LEAVES.format(name, left.called))
+        raise NotExactError(_LEAVES.format(name))
     return tried
+
+
+def _reads_what_it_left(
+    call: Callable[[], Any], surroundings: Surroundings, then: tuple[Fingerprint, ...]
+) -> bool:
+    """Return whether a call gives other results if one before it left something in attributes."""
+    begun = surroundings.capture()
+
+    def twice() -> Any:
+        call()
+        surroundings.restore(begun)
+        return call()
+
+    try:
+        result, *_ = try_out(twice, surroundings.found.made_of, surroundings.device)
+    except Exception:
+        return True
+    return fingerprints(tensors_in(result)) != then
 
 
 class Leave(torch.autograd.Function):
@@ -182,8 +204,8 @@ def _shares_casts(outputs: Sequence[Tensor]) -> bool:
 
 
 _LEAVES = (
-    "layer {} leaves a tensor with a gradient in {}: expected it to return it, since no budget "
-    "covers what is left; return it, leave its detach(), or use memory=None"
+    "layer {} leaves a tensor with a gradient in a place that cannot be found: expected it to return "
+    "it, or to keep it in an attribute; do so, leave its detach(), or use memory=None"
 )
 
 
