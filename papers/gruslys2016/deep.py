@@ -22,7 +22,7 @@ from gruslys2016.planned import planned_memory
 from retrograde.errors import BudgetError
 from retrograde.figures.memory import Curve
 from retrograde.machine import machine_of
-from retrograde.models.chain_plans import ChainFit
+from retrograde.models.sequential import ChainFit
 from retrograde.models.profile import profile
 from retrograde.models.sequential import Sequential
 from retrograde.plan.chains import (

@@ -18,7 +18,7 @@ import retrograde as rg
 from oracles.hooks import CHANGES, Changed
 from oracles.processes import join, leave, spawn
 from retrograde.errors import BudgetError, CellError, RetrogradeError, UnitError
-from retrograde.models import chain_plans
+from retrograde.models import sequential
 from retrograde.models.rows import call_sizes, trials
 from retrograde.models.rows.arguments import Arguments
 from retrograde.models.rows.rerun import DROPPED, DROPPED_LEAN, LEAN, RecomputedCall
@@ -852,14 +852,14 @@ def test_layers_of_one_make_are_measured_once(name, monkeypatch):
     monkeypatch.setattr(
         call_sizes, "measure_phases", lambda *a, **b: calls.append(0) or real(*a, **b)
     )
-    kind = chain_plans.measured(layers, x, call_sizes.Plans())
+    kind = sequential.measured(layers, x, call_sizes.Plans())
     assert len(calls) == most <= len(kind.sizes)
     calls.clear()
     monkeypatch.setattr(call_sizes, "architecture_key", lambda _: None)
     by_class, apart = call_sizes.Plans(), call_sizes.Plans()
     apart.seen = Forgetful()
     for plans in (by_class, apart):
-        found = chain_plans.measured(layers, x, plans)
+        found = sequential.measured(layers, x, plans)
         assert len(calls) == len(found.sizes)
         assert [*map(in_bytes, kind.sizes)] == [*map(in_bytes, found.sizes)]
         calls.clear()

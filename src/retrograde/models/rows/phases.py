@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from retrograde.errors import NotExactError
-from retrograde.models.rows.arguments import Arguments, tensors_in
+from retrograde.models.rows.arguments import Arguments, RerunArguments, tensors_in
 from retrograde.models.rows.rerun import KEPT, Recomputable, RunningPlan
-from retrograde.models.rows.rerun_arguments import RerunArguments
 from retrograde.models.rows.rest_of_model import filling
 from retrograde.models.rows.trials import Leave
 from retrograde.plan.calls import Part
@@ -49,7 +48,7 @@ class Phases:
         first: bool,
     ) -> None:
         self.unit, self.given, self.tied, self.first, self.turned = unit, state, tied, first, False
-        leaves, self.arguments = given.leaves, RerunArguments(given.leaves, given.spec)
+        leaves, self.arguments = given.leaves, RerunArguments(given)
         self.device = tensors_in(leaves)[0].device
         ours = {id(t): n for n, t in enumerate(state)}
         self.places = [ours.get(id(leaf)) for leaf in leaves]

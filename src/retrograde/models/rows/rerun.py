@@ -26,9 +26,8 @@ from retrograde.errors import NotExactError, RetrogradeError
 from retrograde.models.lean import recipes
 from retrograde.models.lean.lean import lean as lean_pass
 from retrograde.models.lean.tape import LeanTape
-from retrograde.models.rows.arguments import Arguments, tensors_in
+from retrograde.models.rows.arguments import Arguments, RerunArguments, tensors_in
 from retrograde.models.rows.checks import Compared, Noted, Reruns
-from retrograde.models.rows.rerun_arguments import RerunArguments
 from retrograde.plan.calls import Part
 from retrograde.replay.surroundings import (
     Surroundings,
@@ -125,7 +124,7 @@ class RecomputedCall:
     ) -> None:
         self.unit, self.lean, self.row, self.number = unit, lean, row, number
         self.born = next(_numbers)
-        self.given = RerunArguments(given.leaves, given.spec)
+        self.given = RerunArguments(given)
         self.saved: list[ref[Placeholder]] = []
         self.forms: list[tuple[torch.Size, torch.dtype]] = []
         self.noted = Noted(unit.reruns)

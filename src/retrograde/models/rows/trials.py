@@ -16,10 +16,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from retrograde.errors import NotExactError
-from retrograde.models.rows.arguments import Arguments, ResultBytes, made_by, tensors_in
+from retrograde.models.rows.arguments import (
+    Arguments,
+    RerunArguments,
+    ResultBytes,
+    made_by,
+    tensors_in,
+)
 from retrograde.models.rows.checks import Noted, Reruns
 from retrograde.models.rows.rerun import Recomputable, is_free
-from retrograde.models.rows.rerun_arguments import RerunArguments
 from retrograde.models.rows.rest_of_model import FILLS, filling
 from retrograde.replay.referents import MODULE_TABLES
 from retrograde.replay.surroundings import Surroundings, try_out, version
@@ -104,7 +109,7 @@ def _tried(
     def call() -> Any:
         nonlocal noted
         noted = Noted(reruns)
-        args, kwargs, entered = RerunArguments(given.leaves, given.spec).enter(given.leaves)
+        args, kwargs, entered = RerunArguments(given).enter(given.leaves)
         ours.update(map(id, entered))
         with (
             nullcontext() if fill is None else filling(fill),
