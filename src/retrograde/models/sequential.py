@@ -401,11 +401,12 @@ def measured(
         modules, given = [layer for _, layer in layers[:size]], Arguments((value,))
         # The unit's result is not held meanwhile, but computed once more.
         found = plans.measure(tried.unit, modules, given, made, kind.tied, repeats)
-        kind.add(tried.unit, found, last=size == len(layers), made=tried.made_bytes)
+        kind.add(tried.unit, found, tried.made_bytes)
         if size < len(layers):
             value = _result(tried, value)
             made = made_by(value, given.leaves)
         layers, tried = layers[size:], after
+    kind.settle()
     return kind
 
 

@@ -223,26 +223,17 @@ def _divided(model: nn.Module, memory: Memory, sample: object) -> Division:
 
 
 class _Kept:
-    """A budget that is kept, as a pass on the sample shows.
-
-    Attributes:
-        shares: of the parts, as they were given last.
-        peak: the working memory of a pass with these; 0 if it raises.
-        elsewhere: what the rest of the model holds.
-        rest: its own peak, if that is more than the parts ever add to what it holds.
-    """
+    """A budget that is kept, as a pass on the sample shows."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        sample: object,
-        fill: float | None,
-        needs: Sequence[Watched],
+        self, model: nn.Module, sample: object, fill: float | None, needs: Sequence[Watched],
         held: int,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.model, self.sample, self.fill, self.needs = model, sample, fill, needs
         self.ordinary = sum(one.used(one.ordinary_bytes) for one in needs)
-        self.elsewhere, self.rest, self.peak = held, 0, 0
+        self.elsewhere = held  # what the rest of the model holds
+        self.rest = 0  # its own peak, if that is more than the parts ever add to what it holds
+        self.peak = 0  # the working memory of a pass with these shares; 0 if it raises
         self.shares: dict[str, Share] = {}
         self.are_rows = all(one.called_rows for one in needs)
 

@@ -40,30 +40,19 @@ _SMALL = 1 / 64  # of the model's bytes: a run with less is ignored
 
 @dataclass(eq=False)
 class ModuleCall:
-    """One call of a module. It has numbers instead of tensors, so that it keeps none alive.
-
-    Attributes:
-        checkpoints: whether torch.utils.checkpoint runs it, or a call within it.
-        given: the numbers of the tensors in each argument that has some, by position or name. A
-            write to a tensor gives it another number.
-        slot: the argument that is the state, in a run.
-        made: the numbers of the returned tensors that lie in memory of their own.
-        refusal: why it cannot be a layer of a run, or None; "" if a user could not help it.
-        inside: the calls within it.
-        takes: the bytes of its first argument.
-        held: the bytes of all tensors returned within it.
-    """
+    """One call of a module. It has numbers instead of tensors, so that it keeps none alive. A write
+    to a tensor gives it another number."""
 
     name: str
     module: nn.Module
-    checkpoints: bool = False
-    given: dict[int | str, set[int]] = field(default_factory=dict)
-    slot: int | str = 0
-    made: set[int] = field(default_factory=set)
-    refusal: str | None = None
-    inside: list["ModuleCall"] = field(default_factory=list)
-    takes: int = 0
-    held: int = 0
+    checkpoints: bool = False  # whether torch.utils.checkpoint runs it, or a call within it
+    given: dict[int | str, set[int]] = field(default_factory=dict)  # by argument: its tensors
+    slot: int | str = 0  # the argument that is the state, in a run
+    made: set[int] = field(default_factory=set)  # returned tensors that lie in memory of their own
+    refusal: str | None = None  # why it can be no layer of a run; "" if a user could not help it
+    inside: list["ModuleCall"] = field(default_factory=list)  # the calls within it
+    takes: int = 0  # the bytes of its first argument
+    held: int = 0  # the bytes of all tensors returned within it
 
     def slot_of(self, numbers: Collection[int]) -> int | str | None:
         """Return the first argument that has a tensor with one of these numbers."""
@@ -253,11 +242,8 @@ class CallOrder:
         calls = _opened(around, self.ready)
         uses = _uses(calls)
         for call in calls:
-            if (
-                current
-                and is_inplace_activation(call.module)
-                and call.given.get(0) == current[-1].made
-            ):
+            rides = current and is_inplace_activation(call.module)
+            if rides and call.given.get(0) == current[-1].made:
                 current.append(call)
                 continue
             within = self._runs(call, large) if call.held > large else []

@@ -60,7 +60,7 @@ def _noted(model: nn.Module, sample: object, fill: float | None = None) -> tuple
         python = before != (random.getstate(), numpy()[2])
         order = CallOrder(top)
         order.fill = fill
-        return order, watch.filled.drawn > 0 or python
+        return order, watch.drawn > 0 or python
 
 
 @contextmanager

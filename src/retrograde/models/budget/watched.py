@@ -215,8 +215,7 @@ class WatchedRow(Watched):
         return [self.row]
 
     def give(self, part: int) -> Iterable[tuple[Watched, int]]:
-        self.row.joint_plan = joint_plan = JointPlan([self.row])
-        joint_plan.memory, joint_plan.shares = part, [part]
+        self.row.joint_plan = joint_plan = JointPlan([self.row], part, [part])
         if len(self.kinds) == 1:
             joint_plan.knows({0: self.kinds[0]}, self.kinds[0])
             self.seconds = self.kinds[0].seconds(part)
@@ -263,15 +262,15 @@ class WatchedRows(Watched):
         return [one.row for one in self.rows]
 
     def give(self, part: int) -> Iterable[tuple[Watched, int]]:
-        joint_plan = JointPlan([one.row.row for one in self.times], self.waits)
-        joint_plan.memory, plan, start = part, self.all.plan(part), 0
-        joint_plan.knows(dict(enumerate(self.kinds)), self.all)
+        plan, start, shares = self.all.plan(part), 0, [0] * len(self.times)
         self.seconds = self.all.seconds(part)
         smallest = sum(one.row.minimum_bytes for one in self.times)
         rest = max(1, sum(one.row.ordinary_bytes for one in self.times) - smallest)
         if part >= smallest:
             share = min(rest, part - smallest)
-            joint_plan.shares = [one.row.part(share, rest) for one in self.times]
+            shares = [one.row.part(share, rest) for one in self.times]
+        joint_plan = JointPlan([one.row.row for one in self.times], part, shares, self.waits)
+        joint_plan.knows(dict(enumerate(self.kinds)), self.all)
         peaks = dict.fromkeys(self.rows, 0)
         for one in self.times:
             one.row.row.joint_plan, stop = joint_plan, start + len(one.kind.sizes)

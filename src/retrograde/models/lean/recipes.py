@@ -7,7 +7,7 @@ nodes of autograd's graph. They end at boxes, at parameters, and at numbers.
 
 import math
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from random import Random
 from typing import Any, NamedTuple
 from weakref import ref
@@ -169,23 +169,25 @@ class Box:
 
     def _compare(self, name: str, result: Tensor) -> None:
         """Raise if a value that was computed again has other bits than the one that was let go."""
-        turn, expected = self.seen
+        (turn, expected), size = self.seen, [*self.shape[0]]
         found = glance(result, turn)
-        compare = partial(_raise_if_unequal, found, expected, name, self.shape[0])
+
+        def compare() -> None:
+            if found != expected:
+                raise RetrogradeError(_OTHER_BITS.format(name, size))
+
         if isinstance(found, Tensor) and backward_pass() >= 0:
             after_backward(compare)  # nobody waits
         else:
             compare()
 
 
-def _raise_if_unequal(found: object, expected: object, name: str, size: torch.Size) -> None:
-    if found != expected:
-        raise RetrogradeError(
-            f"the result of {name}, of sizes {list(size)}, was let go and computed again, and its "
-            "bits are not those of the forward pass: what it reads was changed, and autograd was "
-            "not told (.data, a raw pointer, statistics). Expected it to stay as it was; change it "
-            "after backward(), or compute this outside rg.lean() or the budget"
-        )
+_OTHER_BITS = (
+    "the result of {}, of sizes {}, was let go and computed again, and its bits are not those of "
+    "the forward pass: what it reads was changed, and autograd was not told (.data, a raw pointer, "
+    "statistics). Expected it to stay as it was; change it after backward(), or compute this "
+    "outside rg.lean() or the budget"
+)
 
 
 def unpack(packed: Packed | Versioned) -> Tensor:
@@ -201,19 +203,15 @@ def unpack(packed: Packed | Versioned) -> Tensor:
 
 @dataclass(slots=True)
 class Recipe:
-    """An operation that is called again, with its arguments.
-
-    ``nr``: which of its results. A view's ``nbytes`` is zero. ``over``: the result takes the place
-    of the first argument. ``kind``: its type; None if it has no dimensions.
-    """
+    """An operation that is called again, with its arguments."""
 
     operation: Operation
     args: list[Any]
     keywords: dict[str, Any]
-    nr: int
-    nbytes: int
-    kind: torch.dtype | None = None
-    over: bool = False
+    nr: int  # which of its results
+    nbytes: int  # zero of a view
+    kind: torch.dtype | None = None  # the result's; None if that has no dimensions
+    over: bool = False  # whether the result takes the place of the first argument
 
     def open(self) -> Tensor:
         """Compute the value."""
@@ -245,18 +243,12 @@ _UNKNOWN = object()
 
 
 class Search:
-    """Finds how a value is computed.
-
-    Attributes:
-        own: boxes that the nodes of the operations save themselves: they live as long in any case.
-        apart: other boxes that are read.
-        operations: how many operations are called.
-        cost: the bytes that they write, each as often as its operation has passes.
-    """
+    """Finds how a value is computed, by how many operations. Their ``cost`` is the bytes that they
+    write, each as often as its operation has passes."""
 
     def __init__(self, parameters_stay: bool, first: int) -> None:
-        self.own: list[Box] = []
-        self.apart: list[Box] = []
+        self.own: list[Box] = []  # those that the operations' nodes save: they live in any case
+        self.apart: list[Box] = []  # others that are read
         self.operations, self.cost = 0, 0.0
         self._parameters_stay, self._first = parameters_stay, first
 

@@ -52,27 +52,19 @@ _WHOLE = slice(-6, None)  # the phases of a call that is kept whole
 
 @dataclass
 class PassMeasurements:
-    """What is known of the passes with one kind of input.
+    """What is known of the passes with one kind of input. Units and sizes are those of the calls
+    that were measured, ``raw`` each by itself. State 0 is the first input, state k the output of
+    call k − 1."""
 
-    Attributes:
-        active: of called layers, those that do not just return their input.
-        units, raw, sizes: of their calls, as far as they were measured.
-        plans: by budget.
-        tied: the weights that several calls have.
-        kept: what the model keeps for later: 0 is the first input, k the output of call k − 1.
-        lingers: pairs of a call and such a state, which is still there while the call first runs.
-        most: bytes that the operations of calls made whose sizes depend on data.
-    """
-
-    active: Sequence[int] = ()
+    active: Sequence[int] = ()  # of called layers, those that do not just return their input
     units: list[Recomputable] = field(default_factory=list)
     sizes: list[CallSizes] = field(default_factory=list)
-    plans: dict[int, tuple[Part, ...]] = field(default_factory=dict)
-    tied: Weights = frozenset()
-    kept: set[int] = field(default_factory=set)
-    lingers: set[tuple[int, int]] = field(default_factory=set)
+    plans: dict[int, tuple[Part, ...]] = field(default_factory=dict)  # by budget
+    tied: Weights = frozenset()  # the weights that several calls have
+    kept: set[int] = field(default_factory=set)  # the states that the model keeps for later
+    lingers: set[tuple[int, int]] = field(default_factory=set)  # calls, and states still there
     raw: list[CallSizes] = field(default_factory=list)
-    most: dict[int, int] = field(default_factory=dict)
+    most: dict[int, int] = field(default_factory=dict)  # bytes that calls made, if data decide them
 
     @contextmanager
     def watched(
@@ -94,19 +86,17 @@ class PassMeasurements:
             self.most[at] = found.nbytes
             every = [*zip(self.units, self.raw, strict=True)]
             self.units, self.sizes, self.raw = [], [], []
-            for k, one in enumerate(every, 1):
-                self.add(*one, last=k == len(every))
+            for one in every:
+                self.add(*one)
             self.settle()
             self.plans.clear()
             vars(self).pop("least_bytes", None)
         grew.append(self.units[at].name)
 
-    def add(
-        self, unit: Recomputable, found: CallSizes, *, last: bool, made: int | None = None
-    ) -> None:
+    def add(self, unit: Recomputable, found: CallSizes, made: int | None = None) -> None:
         """Add the next call, whose operations ``made`` so many bytes, if that depends on data. What
         it hands on of what the call before made is held throughout. A gradient that it hands on may
-        wait in larger memory, or have to be copied."""
+        wait in larger memory."""
         if made is not None:
             self.most[len(self.raw)] = made
         self.raw.append(found)
@@ -123,12 +113,6 @@ class PassMeasurements:
         )
         self.units.append(unit)
         self.sizes.append(found)
-        turned = last  # the caller's gradient may lie in memory in any way
-        waits = sum(p.nbytes for p in self.tied if p.requires_grad)  # their gradients add up
-        for at in range(len(self.sizes) - 1, -1, -1) if last else ():
-            size = self.sizes[at]
-            self.sizes[at] = size.held_back(waits, size.reorder_bytes if turned else 0)
-            turned = size.reorders_gradient[turned]
 
     @property
     def is_measured(self) -> bool:
@@ -194,9 +178,14 @@ class PassMeasurements:
         return cls(units=units, sizes=one_after_the_other(sizes, waits))
 
     def settle(self) -> None:
-        """Count states that the model keeps, or their gradients that wait, once all are known."""
+        """Count, once all calls are known, states that the model keeps, and gradients that wait or
+        have to be copied."""
         outputs = [self.sizes[0].input_bytes, *(size.output_bytes for size in self.sizes)]
-        for k, size in enumerate(self.sizes):
+        waits = sum(p.nbytes for p in self.tied if p.requires_grad)  # their gradients add up
+        turned = True  # the caller's gradient may lie in memory in any way
+        for k, size in reversed([*enumerate(self.sizes)]):
+            size = size.held_back(waits, size.reorder_bytes if turned else 0)
+            turned = size.reorders_gradient[turned]
             there = [i for call, i in self.lingers if call == k and i not in self.kept]
             size = size.first_beside(sum(outputs[i] for i in there))
             size = size.beside(outputs[k + 1] if k + 1 in self.kept else 0)
@@ -217,14 +206,12 @@ def too_small(memory: int, least: int, kind: PassMeasurements) -> BudgetError:
 
 def larger(name: str, need: int, room: int, kind: PassMeasurements) -> str:
     """Return the warning of a call that takes more than was planned (rule 12)."""
-    return _LARGER.format(name, need, room, kind.least_bytes)
-
-
-_LARGER = (
-    "layer {} takes more for these data than for all data of the same shapes before: this pass "
-    "needs {} bytes of the {} allowed; the next ones keep the budget if it is at least {}; let the "
-    "sample, or the first call, have the data that need the most"
-)
+    return (
+        f"layer {name} takes more for these data than for all data of the same shapes before: this "
+        f"pass needs {need} bytes of the {room} allowed; the next ones keep the budget if it is at "
+        f"least {kind.least_bytes}; let the sample, or the first call, have the data that need the "
+        "most"
+    )
 
 
 class Plans:

@@ -21,23 +21,14 @@ _WEIGHT = "a view of a weight"
 
 @dataclass
 class Reruns:
-    """What is known of a unit's calls and their reruns.
+    """What is known of a unit's calls and their reruns."""
 
-    Attributes:
-        calls: how many there were; measured ones are not counted.
-        counts: whether calls are counted.
-        ends_early: whether a rerun that ends at the last wanted tensor leaves nothing undone.
-        final: by number, whether a tensor is written before it is saved.
-        last: the numbers of those that the last node saves.
-        row: the last row that ran it with casts of its own.
-    """
-
-    calls: int = 0
-    counts: bool = True
-    ends_early: bool | None = None
-    final: dict[int, bool] = field(default_factory=dict)
-    last: list[int] = field(default_factory=list)
-    row: Callable[[], Any] = lambda: None
+    calls: int = 0  # how many there were; measured ones are not counted
+    counts: bool = True  # whether calls are counted
+    ends_early: bool | None = None  # whether the last wanted tensor leaves nothing undone
+    final: dict[int, bool] = field(default_factory=dict)  # whether tensors are written before that
+    last: list[int] = field(default_factory=list)  # the tensors that the last node saves
+    latest: tuple[Any, Any] = (None, None)  # context and graph of the last call with its own casts
 
     @property
     def may_end(self) -> bool:

@@ -12,7 +12,6 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from retrograde.models.rows.arguments import Arguments, tensors_in
 from retrograde.models.rows.call_sizes import PassMeasurements, larger, too_small
-from retrograde.models.rows.rerun import RecomputedCall, RunningPlan
+from retrograde.models.rows.rerun import RecomputedCall, RunningPlan, Waiting
 from retrograde.plan.calls import OutputLifetime, Part, held_of, peak_of
 from retrograde.replay.surroundings import version
 from retrograde.sizes.cache import Recent
@@ -32,22 +31,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class Pass:
-    """A pass of a model through a row.
-
-    Attributes:
-        calls: the calls that are dropped; None if ordinary backpropagation runs.
-        next: the number of the next call.
-        handed: where the tensors lie that the next call should be given.
-        made: where those of the last result lie; None for those that it was given.
-        last: the call of the layer before, if it is dropped; riders may follow.
-    """
+    """A pass of a model through a row."""
 
     kind: PassMeasurements
-    calls: RunningPlan | None
-    next: int = 0
-    handed: list[Hashable] = field(default_factory=list)
-    made: list[Hashable] = field(default_factory=list)
-    last: RecomputedCall | None = None
+    calls: RunningPlan | None  # None if ordinary backpropagation runs
+    next: int = 0  # the number of the next call
+    handed: list[Hashable] = field(default_factory=list)  # where the tensors lie that it is given
+    made: list[Hashable] = field(default_factory=list)  # and those that the last call made, or None
+    last: RecomputedCall | None = None  # of the layer before, if it is dropped; riders may follow
 
     def made_of(self, given: Arguments) -> list[Tensor | None]:
         """Return what the call before made and this one is given, each in its place."""
@@ -89,10 +80,6 @@ class Handed:
                     return found[0]
         return None
 
-    def turn_of(self, given: Iterable[Tensor]) -> int | None:
-        """Return the number of the call that is next with one of some tensors."""
-        return None if (now := self.to(given)) is None else now.next
-
 
 def where(t: Tensor) -> Hashable:
     """Return where a tensor lies. The memory must live, or it may be another's later."""
@@ -106,26 +93,23 @@ class JointPlan:
     have one plan. If they do not, each row has its share of the budget. A row that is new, or whose
     share is too small, is one group, whose plan is made when it goes back.
 
-    Args:
-        rows: in the order of a pass, each as often as it comes.
-        waits: how long the output of each waits.
+    ``rows`` has each as often as it comes. ``waits`` tells how long the output of each waits.
     """
 
     def __init__(
-        self, rows: Sequence["LayerRun"], waits: Sequence[OutputLifetime] = (OutputLifetime(1, 1),)
-    ) -> None:
-        self.rows, self.waits, self.memory = [*rows], [*waits], 0
-        self.shares, self._repeats = [0] * len(rows), len({*map(id, rows)}) < len(rows)
-        self._known: Recent[tuple[dict[int, PassMeasurements], PassMeasurements | None]]
-        self._known = Recent(_MOST_KINDS)
+        self, rows: Sequence["LayerRun"], memory: int = 0, shares: Sequence[int] = (0,),
+        waits: Sequence[OutputLifetime] = (OutputLifetime(1, 1),),
+    ) -> None:  # fmt: skip
+        self.rows, self.memory, self.shares, self.waits = [*rows], memory, shares, [*waits]
+        self._repeats = len({*map(id, rows)}) < len(rows)
+        self._known: Recent[tuple[_Kinds, PassMeasurements | None]] = Recent(_MOST_KINDS)
         self._running = threading.local()  # each thread's pass: its rows and their plans
 
     def __getstate__(self) -> Any:
-        return self.rows, self.waits, self.memory, self.shares
+        return self.rows, self.memory, self.shares, self.waits
 
     def __setstate__(self, state: Any) -> None:
-        self.__init__(*state[:2])  # type: ignore[misc]
-        *_, self.memory, self.shares = state
+        self.__init__(*state)  # type: ignore[misc]
 
     def begin(self, row: "LayerRun", kind: PassMeasurements) -> RunningPlan | None:
         """Begin a row. Return how its calls run; None is ordinary backpropagation."""
@@ -157,8 +141,7 @@ class JointPlan:
         last, first = max(now, default=-1), self.rows.index(row)
         if not self._repeats:
             return first, not now or first <= last
-        graph = getattr(self._running, "graph", lambda: None)()
-        if graph is None or graph.over:
+        if not Waiting.is_on(getattr(self._running, "graph", lambda: None)):
             return first, True
         places = (k for k in range(last + 1, len(self.rows)) if self.rows[k] is row)
         return next(places, last + 1), False
@@ -181,7 +164,7 @@ class JointPlan:
         self._running.open = None, None
         now, at = self._running.now, max(self._running.now)
         if self._repeats:
-            self._running.graph = _Graph.of(result)
+            self._running.graph = Waiting.of(result)
         grown, self._running.grown = getattr(self._running, "grown", None), None
         if grown is not None:  # the next pass is planned anew, or refused
             kind, parts = now[at]
@@ -215,13 +198,10 @@ class JointPlan:
             name = self.rows[min(at, len(self.rows) - 1)].names[0]
             warnings.warn(_SURPRISE.format(name, need, self.memory), stacklevel=8)
 
-    def knows(
-        self, kinds: dict[int, PassMeasurements], whole: PassMeasurements
-    ) -> PassMeasurements:
+    def knows(self, kinds: "_Kinds", whole: PassMeasurements) -> None:
         """Note which kinds of input occur together, and what is known of all."""
         at = min(kinds)
         self._known[at, id(kinds[at])] = kinds, whole
-        return whole
 
     def grows(self, name: str, kind: PassMeasurements) -> None:
         """Plan anew from the next pass on, since calls of a kind take more than they did."""
@@ -231,9 +211,7 @@ class JointPlan:
 
     def _before(self, now: "_Running", at: int) -> int:
         """Return what the rows before one hold, and its own input."""
-        inputs = sum(
-            kind.sizes[0].input_bytes for k, (kind, _) in now.items() if min(now) < k <= at
-        )
+        inputs = sum(one.sizes[0].input_bytes for k, (one, _) in now.items() if min(now) < k <= at)
         calls = [(kind.sizes, parts) for k, (kind, parts) in now.items() if k < at]
         group = (Part(0, 1),)
         return inputs + sum(held_of(s, p or (Part(0, len(s), 0, group),)) for s, p in calls)
@@ -248,20 +226,7 @@ class JointPlan:
         return kind.late_plan(self.memory - self._before(now, at) - noted)
 
 
-class _Graph:
-    """Lives as long as the graph of a row's result, until that goes back."""
-
-    over = False
-
-    @classmethod
-    def of(cls, result: object) -> "ref[_Graph]":
-        graph = cls()
-        node = next((t.grad_fn for t in tensors_in(result) if t.grad_fn is not None), None)
-        if node is not None:
-            node.register_prehook(lambda _: setattr(graph, "over", True))
-        return ref(graph)
-
-
+_Kinds = dict[int, PassMeasurements]
 _Running = dict[int, tuple[PassMeasurements, tuple[Part, ...] | None]]
 _MOST_KINDS = 32
 _SURPRISE = (

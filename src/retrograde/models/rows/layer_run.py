@@ -59,15 +59,15 @@ class RowForward:
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        one, *more = self.places
-        if is_inplace_activation(self.module) or more:
+        is_rider = is_inplace_activation(self.module)
+        if is_rider or len(self.places) > 1:
             given = tensors_in((args, kwargs))
-            turns = (place for place in self.places if place[0].handed.turn_of(given) == place[1])
-            if (turn := next(turns, None)) is not None:
-                one = turn
-            elif is_inplace_activation(self.module):  # it may also be called outside of its rows
-                return own_forward(self.module)(*args, **kwargs)
-        row, number = one
+            for row, number in self.places:
+                if (now := row.handed.to(given)) is not None and now.next == number:
+                    return row.call(number, args, kwargs)
+        if is_rider:  # it may also be called outside of its rows
+            return own_forward(self.module)(*args, **kwargs)
+        row, number = self.places[0]
         return row.call(number, args, kwargs)
 
 
@@ -135,10 +135,18 @@ class Installed(RowForward):
         self.__init__(*state)  # type: ignore[misc]
 
 
+_OUT_OF_TURN = (
+    "layer {} was not called on the output of the layer before it, as it was for the sample: it is "
+    "run by ordinary backpropagation, beyond the budget"
+)
 _NEW = (
     "layer {} was not there when the model got its budget: it is run by ordinary backpropagation, "
     "beyond the budget; call budget() again"
 )
+
+
+def _same(*given: Any) -> Any:
+    return given
 
 
 class RefusedLayerError(NotExactError):
@@ -149,18 +157,12 @@ class RefusedLayerError(NotExactError):
         self.name, self.layer, self.reason = name, layer, reason
 
 
-def _same(*given: Any) -> Any:
-    return given
-
-
 class LayerRun:
     """Layers that a model calls one after the other. One that it calls again is there again.
 
-    Args:
-        calls: the called modules, by name, in the order of the calls. Riders are parts of the
-            layers before them.
-        slots: the argument of each layer that is the state.
-        tied: where the weights are that several calls of the model have, of these or later ones.
+    ``calls`` are the called modules in order; riders are parts of the layers before them. ``slots``
+    has the argument of each that is the state. ``tied`` tells where the weights are that several
+    calls of the model have, of these or later ones.
     """
 
     def __init__(self, calls: Named, slots: Sequence[int | str], tied: Tied) -> None:
@@ -304,26 +306,16 @@ class LayerRun:
         if part == 0 and active[:1] == [k] and state:
             self.handed.forget()
             return self._begin(active, given)
-        if (
-            now is None
-            and part == 0
-            and k in active
-            and state
-            and not self.joint_plan.is_in(self, number)
-        ):
+        if k not in active:
+            return None
+        if now is None and part == 0 and state and not self.joint_plan.is_in(self, number):
             now = self._begin(active, given)  # the first ones may not be called
             if self._leaves_out(now, number, given):
                 return now
-        if k in active and self.seen is not None:
+        if self.seen is not None:
             reason = "is not called in turn where gradients are recorded"
             raise RefusedLayerError(*self.calls[number], reason)
-        if k in active:
-            warnings.warn(
-                f"layer {self.names[k]} was not called on the output of the layer before "
-                "it, as it was for the sample: it is run by ordinary backpropagation, beyond the "
-                "budget",
-                stacklevel=6,
-            )
+        warnings.warn(_OUT_OF_TURN.format(self.names[k]), stacklevel=6)
         return None
 
     def _leaves_out(self, now: Pass, number: int, given: Arguments) -> bool:
@@ -365,12 +357,9 @@ class LayerRun:
         return now
 
     def _measure(
-        self,
-        kind: PassMeasurements,
-        at: int,
-        given: Arguments,
+        self, kind: PassMeasurements, at: int, given: Arguments,
         made: Sequence[Tensor | None] | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Try and measure an active layer, if it is the next one that is not known. ``made`` are
         the tensors that the call before made."""
         if len(kind.sizes) > at:
@@ -388,7 +377,7 @@ class LayerRun:
             if len(kind.sizes) == at:
                 tried = try_call(self.names[k], forward, layers, given)
                 found = self.plans.measure(tried.unit, layers, given, made, kind.tied)
-                kind.add(tried.unit, found, last=at + 1 == len(kind.active), made=tried.made_bytes)
+                kind.add(tried.unit, found, tried.made_bytes)
                 if kind.is_measured and self.seen is None:
                     kind.settle()
 

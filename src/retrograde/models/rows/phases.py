@@ -39,14 +39,9 @@ class Phases:
     """
 
     def __init__(
-        self,
-        unit: Recomputable,
-        given: Arguments,
-        state: Sequence[Tensor],
-        tied: Weights,
-        *,
+        self, unit: Recomputable, given: Arguments, state: Sequence[Tensor], tied: Weights, *,
         first: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.unit, self.given, self.tied, self.first, self.turned = unit, state, tied, first, False
         leaves, self.arguments = given.leaves, RerunArguments(given)
         self.device = tensors_in(leaves)[0].device

@@ -29,11 +29,7 @@ from retrograde.models.lean.tape import LeanTape
 from retrograde.models.rows.arguments import Arguments, RerunArguments, tensors_in
 from retrograde.models.rows.checks import Compared, Noted, Reruns
 from retrograde.plan.calls import Part
-from retrograde.replay.surroundings import (
-    Surroundings,
-    Values,
-    version,
-)
+from retrograde.replay.surroundings import Surroundings, Values, version
 from retrograde.replay.switches import autocast_as_now, cast_context
 from retrograde.replay.trees import Tensors
 from retrograde.run.core import raise_again, unsaved
@@ -58,25 +54,15 @@ _BEYOND = (
 
 @dataclass(frozen=True, eq=False)
 class Recomputable:
-    """What runs again as one call.
+    """What runs again as one call."""
 
-    Attributes:
-        name: of the layer, for messages.
-        forward: runs it.
-        ambient: the surroundings that it depends on, as a trial found them.
-        reads: the parameters and buffers that it reads and does not change.
-        shares_casts: whether one weight's cast by autocast has several readers in a call.
-        reruns: what its reruns have shown.
-        fill: what few numbers are drawn where it does the most; None if they decide nothing.
-    """
-
-    name: str
+    name: str  # of the layer, for messages
     forward: Callable[..., Any]
-    surroundings: Surroundings
-    reads: Sequence[Tensor]
-    shares_casts: bool = False
+    surroundings: Surroundings  # as a trial found them
+    reads: Sequence[Tensor]  # the parameters and buffers that it reads and does not change
+    shares_casts: bool = False  # whether a weight's cast by autocast has several readers in a call
     reruns: Reruns = field(default_factory=Reruns)
-    fill: float | None = None
+    fill: float | None = None  # what few numbers are drawn where it does the most, if they decide
 
 
 class Placeholder:
@@ -106,22 +92,13 @@ class _EndedError(BaseException):
 
 
 class RecomputedCall:
-    """One call of a unit. ``lean``: when it runs again, cheap values are let go.
-
-    Args:
-        row: the row that has its input, or None if the call holds it.
-        number: its number in the row.
-    """
+    """One call of a unit, which has a number in the ``row`` that has its input, if the call itself
+    does not hold it. ``lean``: when it runs again, cheap values are let go."""
 
     def __init__(
-        self,
-        unit: Recomputable,
-        given: Arguments,
-        *,
-        lean: bool,
-        row: "RunningPlan | None" = None,
-        number: int = 0,
-    ) -> None:
+        self, unit: Recomputable, given: Arguments, *, lean: bool,
+        row: "RunningPlan | None" = None, number: int = 0,
+    ) -> None:  # fmt: skip
         self.unit, self.lean, self.row, self.number = unit, lean, row, number
         self.born = next(_numbers)
         self.given = RerunArguments(given)
@@ -240,6 +217,12 @@ class RecomputedCall:
             _filled.setdefault(task, []).append(ref(self))
         return result
 
+    def empty(self) -> None:
+        """Let go what was computed again and is not read."""
+        self.state = []
+        for saved in filter(None, (one() for one in self.saved)):
+            saved.value = None
+
     def _differs(self) -> RetrogradeError:
         return self.unit.surroundings.differs(f"layer {self.unit.name}")
 
@@ -297,9 +280,7 @@ def _empty(task: int, born: int = -1) -> None:
     """Let go what a backward pass did not read of calls that began after one: they went back."""
     calls = [call for one in _filled.pop(task, ()) if (call := one()) is not None]
     for call in (call for call in calls if call.born > born):
-        call.state = []
-        for saved in filter(None, (one() for one in call.saved)):
-            saved.value = None
+        call.empty()
     if born >= 0 and calls:
         _filled[task] = [ref(call) for call in calls if call.born <= born]
 
@@ -309,24 +290,36 @@ def is_free(t: Tensor, ours: set[int]) -> bool:
     return t.requires_grad and t.is_leaf and id(t) not in ours
 
 
+class Waiting:
+    """Lives as long as the graph of a result, until that goes back."""
+
+    over = False
+
+    @classmethod
+    def of(cls, result: object) -> "ref[Waiting]":
+        waiting = cls()
+        node = next((t.grad_fn for t in tensors_in(result) if t.grad_fn is not None), None)
+        if node is not None:
+            node.register_prehook(lambda _: setattr(waiting, "over", True))
+        return ref(waiting)
+
+    @staticmethod
+    def is_on(one: "Callable[[], Waiting | None]") -> bool:
+        """Return whether the result may still go back."""
+        return (found := one()) is not None and not found.over
+
+
 @dataclass(eq=False)
 class RunningPlan:
-    """Calls in a row within one pass of a model.
+    """Calls in a row within one pass of a model."""
 
-    Attributes:
-        parts: the plan.
-        tied: the weights that several calls have.
-        late: makes the plan when the pass goes back, of a row whose calls are all one group.
-    """
-
-    parts: tuple[Part, ...]
-    tied: frozenset[Tensor] = frozenset()
-    late: Callable[[], tuple[Part, ...]] | None = None
+    parts: tuple[Part, ...]  # the plan
+    tied: frozenset[Tensor] = frozenset()  # the weights that several calls have
+    late: Callable[[], tuple[Part, ...]] | None = None  # makes it later, of calls in one group
     calls: "dict[int, ref[RecomputedCall]]" = field(default_factory=dict)
     opened: list[Part] | None = None
     task: int = -1  # the backward pass in which it was opened
     context: Any = None  # of autocast
-    waits: bool = False
 
     def run(
         self, number: int, unit: Recomputable, forward: Callable[..., Any], given: Arguments,
@@ -346,21 +339,20 @@ class RunningPlan:
         apart = torch.is_autocast_enabled(device.type) and self.tied.isdisjoint(unit.reads)
         apart = apart and not unit.shares_casts
         casts = autocast_as_now(device) if apart else nullcontext()
-        once = apart and torch.is_autocast_cache_enabled()
+        once, call = apart and torch.is_autocast_cache_enabled(), None
         if once:
             self._refuse_second(unit)
-        if way in (KEPT, LEAN):
-            with casts, lean_pass() if way == LEAN else nullcontext():
+        if way in (DROPPED, DROPPED_LEAN):
+            row = self if grouped else None
+            call = RecomputedCall(unit, given, lean=way == DROPPED_LEAN, row=row, number=number)
+        with casts, lean_pass() if way == LEAN else nullcontext():
+            if call is None:
                 result = forward(*given.args, **given.kwargs)
-            self._waits(result if once else ())
-            return result, None
-        call = RecomputedCall(
-            unit, given, lean=way == DROPPED_LEAN, row=self if grouped else None, number=number,
-        )  # fmt: skip
-        with casts:
-            result = call.run(forward, given)
-        self._waits(result if once else ())
-        if grouped:
+            else:
+                result = call.run(forward, given)
+        if once:
+            unit.reruns.latest = self.context, Waiting.of(result)
+        if call is not None and grouped:
             call.before = before
             self.calls[number] = ref(call)
             if number != (0 if self.late else self._part(self.parts, number).start):
@@ -370,16 +362,9 @@ class RunningPlan:
     def _refuse_second(self, unit: Recomputable) -> None:
         """Refuse a second pass in one autocast context, whose casts of weights would be shared."""
         self.context = self.context or cast_context(unit.surroundings.device)
-        before, unit.reruns.row = unit.reruns.row(), ref(self)
-        if before is not None and before.context is self.context and before.waits:
+        before, waiting = unit.reruns.latest
+        if before is self.context and Waiting.is_on(waiting):
             raise NotExactError(_SECOND.format(unit.name))
-
-    def _waits(self, result: object) -> None:
-        """Note whether the last result of a pass waits for a gradient. Its graph holds this row."""
-        node = next((t.grad_fn for t in tensors_in(result) if t.grad_fn is not None), None)
-        if node is not None:
-            self.waits = True
-            node.register_prehook(lambda _: setattr(self, "waits", False))
 
     def prepare(self, call: RecomputedCall) -> bool:
         """Compute the input of a call, or what it saved; return whether it did the latter."""
@@ -388,8 +373,7 @@ class RunningPlan:
         if self.opened is None or self.task != backward_pass():
             self._begin()
             if self.task >= 0:
-                close = partial(setattr, self, "opened", None)
-                after_backward(close)
+                after_backward(partial(setattr, self, "opened", None))
         assert self.opened is not None
         while (part := self._part(self.opened, call.number)).parts:
             self._open(part, call.number)
@@ -404,9 +388,7 @@ class RunningPlan:
         """Begin a backward pass. An earlier one may have raised, and left calls half filled."""
         self.opened, self.task = [*self.parts], backward_pass()
         for call in filter(None, (one() for one in self.calls.values())):
-            call.state = []
-            for saved in filter(None, (one() for one in call.saved)):
-                saved.value = None
+            call.empty()
 
     def _open(self, part: Part, number: int) -> None:
         """Run the calls of a group, up to the part that has a call's number."""

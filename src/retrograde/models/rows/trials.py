@@ -36,20 +36,12 @@ from retrograde.sizes.cache import signature
 
 @dataclass(frozen=True, eq=False)
 class Tried:
-    """The result of a trial. It holds no tensor that the call made.
-
-    Attributes:
-        unit: what runs again.
-        wants: whether each tensor of its result requires a gradient.
-        is_apart: whether its result has memory that its arguments have not.
-        writes: whether it writes to its arguments.
-        made: the bytes that its operations made, and whether some sizes depend on data.
-    """
+    """The result of a trial. It holds no tensor that the call made."""
 
     unit: Recomputable
-    wants: tuple[bool, ...]
-    is_apart: bool
-    writes: bool
+    wants: tuple[bool, ...]  # whether each tensor of its result requires a gradient
+    is_apart: bool  # whether its result has memory that its arguments have not
+    writes: bool  # whether it writes to its arguments
     made: ResultBytes
 
     @property
