@@ -36,13 +36,13 @@ from retrograde.models.budget.replace_modules import is_chain
 from retrograde.models.budget.sample_run import (
     bytes_of_a_pass,
     called_in_turn,
+    run_watched,
     untouched,
-    what_is_elsewhere,
 )
 from retrograde.models.budget.watched import Watched, WatchedModule, WatchedRow, WatchedRows
 from retrograde.models.rows.arguments import tensors_in
-from retrograde.models.rows.layer_run import LayerRun, RefusedLayerError, install, released
-from retrograde.models.rows.rest_of_model import draw
+from retrograde.models.rows.layer_run import RefusedLayerError, install, released
+from retrograde.models.rows.rest_of_model import RestOfModel, draw
 from retrograde.recurrent.base import BudgetedRNN
 from retrograde.run.transforms import is_unreal
 from retrograde.units import Memory, aligned, as_bytes, as_given, format_bytes, parse_memory
@@ -242,7 +242,7 @@ class _Kept:
         self.shares = {}
         for one, part in zip(self.needs, _divide(self.needs, total), strict=True):
             for each, size in one.give(part):
-                calls = sum(each.calls.values())
+                calls = each.calls.total()
                 self.shares[each.name] = Share(calls, size, each.minimum_bytes, each.ordinary_bytes)
         install(self.model, [row for one in self.needs for row in one.called_rows])
         self.peak = bytes_of_a_pass(self.model, self.sample, self.fill)
@@ -342,24 +342,20 @@ def _watched(
             if isinstance(m, nn.RNNBase)
         ]
         watched += [WatchedRow(run, order.tied_from(run)) for run in order.preferred]
-        events = list[LayerRun]()
+        rest = RestOfModel(order.fill)
         try:
             with released(model), untouched(model), torch.enable_grad(), ExitStack() as stack:
                 for one in watched:
-                    stack.enter_context(one.watched())
-                rows = [one.row for one in watched if isinstance(one, WatchedRow)]
-                for row in rows:
-                    row.events = events
-                modules = [one for one in watched if isinstance(one, WatchedModule)]
+                    stack.enter_context(one.watched(rest))
                 draw(order.fill)
-                elsewhere = what_is_elsewhere(model, sample, [*rows, *modules], order.fill)
+                run_watched(model, sample, rest)
         except RefusedLayerError as refusal:
             refused[refusal.name] = refusal.reason
             order.refuse(type(refusal.layer))
             continue
-        watched = WatchedRows.join(watched, elsewhere)
+        watched = WatchedRows.join(watched, rest)
         joined = [time for one in watched if isinstance(one, WatchedRows) for time in one.times]
-        held = elsewhere.held_bytes([time.numbers for time in joined])
+        held = rest.held_bytes([time.numbers for time in joined])
         useful = [one for one in watched if not one.useless] or watched  # else errors name a least
         without = [one for one in watched if one not in useful]
         refused |= {one.name: _NO_USE for one in without}

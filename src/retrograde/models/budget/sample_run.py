@@ -7,7 +7,7 @@ rest of the model. The run leaves no trace.
 import random
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,9 +17,8 @@ from torch import nn
 
 from retrograde.errors import RetrogradeError
 from retrograde.models.budget.call_order import CallOrder, ModuleCall, noted
-from retrograde.models.budget.watched import WatchedModule
 from retrograde.models.rows.arguments import tensors_in
-from retrograde.models.rows.layer_run import LayerRun, released
+from retrograde.models.rows.layer_run import released
 from retrograde.models.rows.phases import as_accumulated
 from retrograde.models.rows.rest_of_model import FILLS, Filling, RestOfModel, draw, filling
 from retrograde.replay.generators import sources
@@ -96,25 +95,14 @@ _GIVEN: dict[type, str] = {
 }
 
 
-def what_is_elsewhere(
-    model: nn.Module,
-    sample: object,
-    parts: Sequence[LayerRun | WatchedModule],
-    fill: float | None = None,
-) -> RestOfModel:
-    """Run a model whose parts are watched. Return what the rest of it holds, beside its parameters,
+def run_watched(model: nn.Module, sample: object, rest: RestOfModel) -> None:
+    """Run a model whose parts are watched. Note what the rest of it holds, beside its parameters,
     its input and its output: for its backward pass, or for later while a part runs. Masks and the
-    like, which rows are given, are among it: a dropped call holds its arguments. A few numbers that
-    are drawn between the parts are ``fill``, if that is given."""
-    elsewhere = RestOfModel(fill)
-    for part in parts:
-        part.elsewhere = elsewhere
-    hooks = torch.autograd.graph.saved_tensors_hooks(elsewhere.pack, lambda t: t)
-    with hooked("the model"), hooks, elsewhere:
+    like, which rows are given, are among it: a dropped call holds its arguments."""
+    hooks = torch.autograd.graph.saved_tensors_hooks(rest.pack, lambda t: t)
+    with hooked("the model"), hooks, rest:
         output = run_model(model, sample)
-    apart = [*model.parameters(), *model.buffers(), *tensors_in(sample)]
-    elsewhere.finish(apart, tensors_in(output))
-    return elsewhere
+    rest.finish([*model.parameters(), *model.buffers(), *tensors_in(sample)], tensors_in(output))
 
 
 def bytes_of_a_pass(model: nn.Module, sample: object, fill: float | None) -> int:

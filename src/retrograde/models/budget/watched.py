@@ -1,12 +1,12 @@
 """The parts of a model that get a share of its budget, and their calls in the run on a sample."""
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,10 +25,9 @@ from retrograde.models.budget.replace_modules import (
 from retrograde.models.rows.arguments import tensors_in
 from retrograde.models.rows.call_sizes import PassMeasurements
 from retrograde.models.rows.joint_plan import JointPlan
-from retrograde.models.rows.layer_run import LayerRun, Tied
+from retrograde.models.rows.layer_run import LayerRun, OnSample, Tied
 from retrograde.models.rows.rest_of_model import RestOfModel
 from retrograde.plan.calls import OutputLifetime, peak_of
-from retrograde.recurrent.base import BudgetedRNN
 from retrograde.recurrent.weights import last_weights
 from retrograde.run.transforms import refuse_transforms, uncompiled
 from retrograde.sizes.allocations import measure_phases
@@ -47,25 +46,20 @@ class Watched(ABC):
     and those of ordinary backpropagation.
     """
 
-    def __init__(self, name: str, title: str) -> None:
-        self.name, self.title = name, title
-        self.calls: dict[Hashable, int] = {}
+    def __init__(self, name: str, title: str, rows: Iterable[LayerRun] = ()) -> None:
+        self.name, self.title, self.called_rows = name, title, [*rows]
+        self.calls = Counter[Hashable]()
         self.sizes: dict[Hashable, tuple[int, int]] = {}
         self.held: dict[tuple[Hashable, int], int] = {}  # by kind and budget, between the passes
         self.seconds: tuple[float, float] | None = None  # of a pass, within its part and without
 
-    def watched(self) -> AbstractContextManager[None]:
-        """Watch its calls within a block."""
+    def watched(self, rest: RestOfModel) -> AbstractContextManager[None]:
+        """Watch its calls within a block; ``rest`` notes what is held besides."""
         return nullcontext()
 
     @abstractmethod
     def give(self, part: int) -> "Iterable[tuple[Watched, int]]":
         """Give it this part of the budget, in bytes, from now on. Return what has a share of it."""
-
-    @property
-    def called_rows(self) -> list[LayerRun]:
-        """The rows that it has."""
-        return []
 
     @property
     def minimum_bytes(self) -> int:
@@ -96,17 +90,10 @@ class Watched(ABC):
         least = self.minimum_bytes
         return least + max(0, self.ordinary_bytes - least) * share // of
 
-    def _seen(self, kind: Hashable, ask: Callable[[], tuple[int, int]]) -> None:
-        """Count a call; ``ask`` finds its bytes if its kind of input is new."""
-        if kind not in self.sizes:
-            self.sizes[kind] = self._named(ask)
-        self.calls[kind] = self.calls.get(kind, 0) + 1
-
-    def _named(self, ask: Callable[[], Any]) -> Any:
-        try:
-            return ask()
-        except CellError as refusal:
-            raise NotExactError(f"{self.title}: {refusal}") from refusal
+    def count(self, measured: PassMeasurements) -> None:
+        """Count a pass of layers that were measured."""
+        self.sizes[id(measured)] = measured.least_bytes, measured.ordinary_bytes
+        self.calls[id(measured)] += 1
 
 
 class WatchedModule(Watched):
@@ -117,8 +104,8 @@ class WatchedModule(Watched):
     def __init__(self, name: str, module: nn.RNNBase, title: str) -> None:
         super().__init__(name, title)
         self.module = module
-        self.twin: BudgetedRNN = self._named(lambda: twin(module))
-        self.elsewhere: RestOfModel | None = None  # what is held besides, in the run on a sample
+        with self._named():
+            self.twin = twin(module)
 
     def give(self, part: int) -> Iterable[tuple[Watched, int]]:
         self.twin.memory = part
@@ -126,14 +113,14 @@ class WatchedModule(Watched):
         return [(self, part)]
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self, rest: RestOfModel) -> Iterator[None]:
         """Watch torch's forward pass of the module, even if a derived class wraps it."""
         kind, base = type(self.module), wrapped(type(self.module))
         if base is None:
-            vars(self.module)["forward"] = self._watch(self.module.forward)
+            vars(self.module)["forward"] = self._watch(self.module.forward, rest)
             yield
             return
-        run = self._watch(partial(base.forward, self.module))
+        run = self._watch(partial(base.forward, self.module), rest)
         inner = type(
             base.__name__, (base,), {"forward": lambda _, *args, **more: run(*args, **more)}
         )
@@ -143,7 +130,7 @@ class WatchedModule(Watched):
         finally:
             self.module.__class__ = kind
 
-    def _watch(self, run: Callable[..., Any]) -> Callable[..., Any]:
+    def _watch(self, run: Callable[..., Any], rest: RestOfModel) -> Callable[..., Any]:
         """Return a forward pass that runs the module, notes its arguments, and records nothing."""
 
         @uncompiled
@@ -158,18 +145,28 @@ class WatchedModule(Watched):
             packed = [value for value in values if isinstance(value, PackedSequence)]
             sizes = (tuple(one.batch_sizes.tolist()) for one in packed)
             kind = (*map(signature, given), *sizes)
-            self._seen(kind, lambda: self._ask(args, kwargs))
+            if kind not in self.sizes:
+                with self._named():
+                    self.sizes[kind] = self._ask(args, kwargs)
+            self.calls[kind] += 1
             if self.calls[kind] == FEW_STEPS:  # it is called step by step
                 self._note_held(kind, partial(run, *args, **kwargs), (args, kwargs))
-            assert self.elsewhere is not None
-            self.elsewhere.begin(values, counts=False)
+            rest.begin(values, counts=False)
             with torch.no_grad():
                 outputs = run(*args, **kwargs)
             outputs = as_if_recorded(outputs, used)
-            self.elsewhere.end(outputs)
+            rest.end(outputs)
             return outputs
 
         return forward
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Name the module in a refusal."""
+        try:
+            yield
+        except CellError as refusal:
+            raise NotExactError(f"{self.title}: {refusal}") from refusal
 
     def _ask(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, int]:
         """Return the least bytes for a call, and those of ordinary backpropagation."""
@@ -207,12 +204,8 @@ class WatchedRow(Watched):
     their calls are dropped."""
 
     def __init__(self, layers: Layers, tied: Tied) -> None:
-        super().__init__(run_name(layers), run_name(layers))
         self.row = LayerRun([(c.name, c.module) for c in layers], [c.slot for c in layers], tied)
-
-    @property
-    def called_rows(self) -> list[LayerRun]:
-        return [self.row]
+        super().__init__(run_name(layers), run_name(layers), [self.row])
 
     def give(self, part: int) -> Iterable[tuple[Watched, int]]:
         self.row.joint_plan = joint_plan = JointPlan([self.row], part, [part])
@@ -222,18 +215,16 @@ class WatchedRow(Watched):
         return [(self, part)]
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        self.row.seen = seen = list[PassMeasurements]()
-        self.row.numbers, self.row.kept = [[]], set()
+    def watched(self, rest: RestOfModel) -> Iterator[None]:
+        self.row.sample = sample = OnSample(rest)
         self.row.install()
         yield
-        self.row.seen, self.row.made, self.row.events, self.row.elsewhere = None, [], [], None
-        self.row.results = []
-        self.kinds = [kind for kind in seen if kind.is_measured]  # the model ran these to their end
+        self.row.sample, self.numbers = None, sample.numbers[1:]
+        self.kinds = [one for one in sample.kinds if one.is_measured]  # the model ran to their end
         for kind in {id(kind): kind for kind in self.kinds}.values():
             kind.settle()
         for kind in self.kinds:
-            self._seen(id(kind), partial(attrgetter("least_bytes", "ordinary_bytes"), kind))
+            self.count(kind)
 
 
 @dataclass(frozen=True)
@@ -252,14 +243,10 @@ class WatchedRows(Watched):
     def __init__(self, times: Sequence[_Time], waits: Sequence[OutputLifetime]) -> None:
         self.rows = [*dict.fromkeys(one.row for one in times)]
         names = ", ".join(one.name for one in self.rows)
-        super().__init__(names, names)
+        super().__init__(names, names, [one.row for one in self.rows])
         self.times, self.kinds, self.waits = times, [one.kind for one in times], waits
         self.all = PassMeasurements.of_rows(self.kinds, waits)
-        self._seen(0, lambda: (self.all.least_bytes, self.all.ordinary_bytes))
-
-    @property
-    def called_rows(self) -> list[LayerRun]:
-        return [one.row for one in self.rows]
+        self.count(self.all)
 
     def give(self, part: int) -> Iterable[tuple[Watched, int]]:
         plan, start, shares = self.all.plan(part), 0, [0] * len(self.times)
@@ -283,14 +270,13 @@ class WatchedRows(Watched):
     def join(cls, watched: Sequence[Watched], elsewhere: RestOfModel) -> list[Watched]:
         """Return the parts, with rows in place of each row, if these do not overlap."""
         rows = [one for one in watched if isinstance(one, WatchedRow) and one.kinds]
-        pairs = [(one, one.row.numbers[1:]) for one in rows]
         times = [
             _Time(one, kind, numbers)
-            for one, every in pairs
-            for kind, numbers in zip(one.kinds, every, strict=False)
+            for one in rows
+            for kind, numbers in zip(one.kinds, one.numbers, strict=False)
         ]
         times.sort(key=lambda one: one.numbers[0])
-        ended = all(len(one.kinds) == len(every) for one, every in pairs)
+        ended = all(len(one.kinds) == len(one.numbers) for one in rows)
         apart = all(one.numbers[-1] < after.numbers[0] for one, after in pairwise(times))
         few = sum(len(one.kind.sizes) for one in times) <= _MOST_CALLS
         if len(times) < 2 or not (ended and apart and few):

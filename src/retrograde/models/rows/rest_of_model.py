@@ -49,6 +49,8 @@ class RestOfModel(TorchFunctionMode):
 
     def __init__(self, fill: float | None = None) -> None:
         super().__init__()
+        self.rows = list[Any]()  # those of all calls
+        self.made_by_rows = list[ref[Tensor]]()
         self._saved: list[ref[Tensor]] = []
         self.filling = Filling(fill)  # what the program draws between the calls
         self._memory: dict[int, _Memory] = {}  # made by the program or given back by its calls
