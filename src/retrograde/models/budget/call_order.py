@@ -144,16 +144,14 @@ def noted(model: nn.Module) -> Iterator[ModuleCall]:
 class CallOrder:
     """The calls of a model, and the runs of layers among them."""
 
-    def __init__(self, top: ModuleCall) -> None:
+    def __init__(self, top: ModuleCall, fill: float | None = None) -> None:
         self.top, self.every = top, [*_all(top)]
         self.whole = sum(call.held for call in top.inside)
         self.times = Counter(id(call.module) for call in self.every)
-        self.ready = {id(call) for call in self.every if call.refusal is None}
         self.tied = tied(one.module.parameters(recurse=not one.inside) for one in self.every)
-        self.names = [call.name for call in self.every]
         self.preferred: list[Layers] = []  # the runs that should become chains
         self.refused: dict[str, str] = {}  # those that cannot, and the reasons
-        self.fill: float | None = None  # what numbers are to be drawn, so that all layers run
+        self.fill = fill  # what numbers are to be drawn, so that all layers run
 
     def runs(self) -> list[Layers]:
         """Return the runs of calls, the outermost possible; small runs are ignored.
@@ -176,9 +174,8 @@ class CallOrder:
         for call in self.every:
             holds[id(call.module)] += call.held
         sums = [sum(holds[one] for one in {id(c.module) for c in run}) for run in found]
-        found = [
-            run for run, held in zip(found, sums, strict=True) if len(run) > 1 and held >= least
-        ]
+        pairs = zip(found, sums, strict=True)
+        found = [run for run, held in pairs if len(run) > 1 and held >= least]
         taken = {id(call) for run in found for call in run}
         return found + [[call] for call in self._alone(self.top, taken) if call.held >= least]
 
@@ -217,7 +214,7 @@ class CallOrder:
         for call in around.inside:
             if id(call) in taken:
                 continue
-            ready = call.name and id(call) in self.ready and self.times[id(call.module)] == 1
+            ready = call.name and call.refusal is None and self.times[id(call.module)] == 1
             if not ready or any(id(one) in taken for one in _all(call)):
                 yield from self._alone(call, taken)
             elif call.inside:
@@ -239,7 +236,7 @@ class CallOrder:
                 found.extend(within if is_run or _is_better(within, call) else [])
             current.clear()
 
-        calls = _opened(around, self.ready)
+        calls = _opened(around)
         uses = _uses(calls)
         for call in calls:
             rides = current and is_inplace_activation(call.module)
@@ -247,7 +244,7 @@ class CallOrder:
                 current.append(call)
                 continue
             within = self._runs(call, large) if call.held > large else []
-            if id(call) not in self.ready or _is_better(within, call):
+            if call.refusal is not None or _is_better(within, call):
                 close()
                 found.extend(within or self._runs(call, large))
                 continue
@@ -270,7 +267,9 @@ class CallOrder:
 
     def refuse(self, kind: type[nn.Module]) -> None:
         """Leave the layers of a class out of all runs, for one of them was refused."""
-        self.ready -= {id(one) for one in self.every if type(one.module) is kind}
+        for call in self.every:
+            if type(call.module) is kind:
+                call.refusal = call.refusal or ""
         self.preferred = self.runs()
 
     def _least(self, runs: list[Layers]) -> int:
@@ -303,16 +302,13 @@ def _is_better(runs: list[Layers], call: ModuleCall) -> bool:
     return sum(held) >= _NEARLY_ALL * call.held > 0 and 4 * max(held) < 3 * call.held
 
 
-def _opened(around: ModuleCall, ready: set[int]) -> list[ModuleCall]:
-    """Return the calls within one call.
-
-    A ``Sequential`` is replaced by the calls within it, and so is a module that only calls one
-    layer after the other.
-    """
+def _opened(around: ModuleCall) -> Layers:
+    """Return the calls within one call, with those within a ``Sequential`` in place of it. So is a
+    module replaced that only calls one layer after the other."""
     found = []
     for call in around.inside:
-        layers = _opened(call, ready) if call.inside else []
-        if layers and (_is_sequential(call.module) or _is_straight(call, layers, ready)):
+        layers = _opened(call) if call.inside else []
+        if layers and (_is_sequential(call.module) or _is_straight(call, layers)):
             found += layers
         elif not passes_through(call.module):
             found.append(call)
@@ -324,18 +320,16 @@ def _is_sequential(module: nn.Module) -> bool:
     return calls and besides_forward(module) is None
 
 
-def _is_straight(call: ModuleCall, layers: Layers, ready: set[int]) -> bool:
+def _is_straight(call: ModuleCall, layers: Layers) -> bool:
     """Return whether a call only calls its layers in turn, and returns the last one's output."""
-    if id(call) not in ready:
+    if call.refusal is not None or is_inplace_activation(layers[0].module):
         return False
     uses = _uses(layers)
-    if is_inplace_activation(layers[0].module) or not layers[0].reads & call.reads:
-        return False
     for layer, after in pairwise(layers):
         if after.slot_of(layer.made) is None or max(uses[n] for n in layer.made) > 1:
             return False
-    usable = all(is_inplace_activation(layer.module) or id(layer) in ready for layer in layers)
-    return usable and layers[-1].made == call.made
+    usable = all(is_inplace_activation(one.module) or one.refusal is None for one in layers)
+    return bool(usable and layers[0].reads & call.reads and layers[-1].made == call.made)
 
 
 def _uses(calls: Layers) -> Counter[int]:

@@ -8,7 +8,7 @@ import random
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -57,21 +57,16 @@ def _noted(model: nn.Module, sample: object, fill: float | None = None) -> tuple
         with Filling(fill) as watch, noted(model) as top:
             run_model(model, sample)
         python = before != (random.getstate(), numpy()[2])
-        order = CallOrder(top)
-        order.fill = fill
-        return order, watch.drawn > 0 or python
+        return CallOrder(top, fill), watch.drawn > 0 or python
 
 
 @contextmanager
 def _eager() -> Iterator[None]:
     """Switch off compilation and warnings within a block."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        if "torch._dynamo" not in sys.modules:
-            yield
-            return
-        with torch.compiler.set_stance("force_eager"):
-            yield
+    is_loaded = "torch._dynamo" in sys.modules
+    eager: Any = torch.compiler.set_stance("force_eager") if is_loaded else nullcontext()
+    with warnings.catch_warnings(action="ignore"), eager:
+        yield
 
 
 def run_model(model: nn.Module, sample: object) -> Any:

@@ -72,10 +72,8 @@ def overwritten(size: torch.Size, found: int, expected: int) -> Exception:
 
 
 def glance(tensor: Tensor, turn: int) -> Any:
-    """Return the sum of an eighth of a storage's bits: of other runs of words at each turn.
-
-    On a CPU nothing is allocated. On a GPU the sum is a tensor, for which nobody waits.
-    """
+    """Return the sum of an eighth of a storage's bits: of other runs of words at each turn. It
+    allocates nothing on a CPU. On a GPU the sum is a tensor, for which nobody waits."""
     flat = tensor.as_strided((tensor.numel(),), (1,), 0)
     words: Any = flat.view(torch.int64 if tensor.nbytes % 8 == 0 else torch.uint8)
     words = words.numpy() if tensor.is_cpu else words
@@ -253,10 +251,8 @@ class Search:
         self._parameters_stay, self._first = parameters_stay, first
 
     def step(self, node: Any, nr: int, nbytes: int = 0, copied: bool = True) -> Recipe | None:
-        """Return how an output of a node is computed, or None if it cannot be.
-
-        ``nbytes`` is its size, if known. ``copied``: its strides do not matter, as it is copied.
-        """
+        """Return how an output of a node, of so many bytes if they are known, is computed, or None
+        if it cannot be. ``copied``: its strides do not matter, as it is copied."""
         operation = CHEAP.get(node.name())
         if operation is None:
             return None

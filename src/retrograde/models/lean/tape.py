@@ -302,9 +302,7 @@ def _note_of(**arguments: tuple[int, Any]) -> Callable[..., None]:
 
 def _note_noise_of(*argument: Any) -> Callable[..., None]:
     """Note the noise of a dropout, or of the dropped weights that attention multiplies by values.
-
-    Attention with a kernel of its own has another node, and so have the dropouts of a GPU.
-    """
+    Attention with a kernel of its own has another node, and so have the dropouts of a GPU."""
 
     def note(tape: LeanTape, node: Any, args: Any, kwargs: Any) -> None:
         while node is not None and node.name() in _TO_NOISE:

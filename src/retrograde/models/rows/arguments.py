@@ -27,10 +27,8 @@ _PLAIN += (torch.dtype, torch.device, torch.Size)
 
 
 class Arguments:
-    """The arguments of a call, with copies of the caller's lists and dicts.
-
-    ``slot`` is the position or name of the state among them.
-    """
+    """The arguments of a call, with copies of the caller's lists and dicts. ``slot`` is the
+    position or name of the state among them."""
 
     def __init__(
         self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, slot: int | str = 0
@@ -151,10 +149,8 @@ def with_nodes(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 class _Enter(torch.autograd.Function):
-    """Tensors in the form that a preceding layer would have returned.
-
-    Autograd would hold a leaf as long as the graph, even one that no layer refers to.
-    """
+    """Tensors in the form that a preceding layer would have returned. Autograd would hold a leaf as
+    long as the graph, even one that no layer refers to."""
 
     @staticmethod
     def forward(ctx: object, anchor: Tensor, *state: Tensor) -> tuple[Tensor, ...]:

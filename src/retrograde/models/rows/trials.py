@@ -144,10 +144,8 @@ def _tried(
 
 
 class Leave(torch.autograd.Function):
-    """The end of a recorded call, whose backward pass takes the gradients out of ``seeds``.
-
-    ``torch.autograd.grad`` would hold gradients passed to it until it returns.
-    """
+    """The end of a recorded call, whose backward pass takes the gradients out of ``seeds``, while
+    ``torch.autograd.grad`` would hold those passed to it until it returns."""
 
     @staticmethod
     def forward(ctx: Any, seeds: list[Tensor], *state: Tensor) -> Tensor:
