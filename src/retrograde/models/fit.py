@@ -93,7 +93,7 @@ def fit(
             raise NotExactError(
                 f"got a state, a {type(state).__name__}, for a Sequential: expected none"
             )
-        return Sequential(OrderedDict(cell._modules))._fit_within(memory, inputs)
+        return Sequential(OrderedDict(cell._modules), memory=memory).fit(inputs)
     if isinstance(cell, Recurrent):
         call, cell, state = cell._call_of(inputs, state)
         call = replace(call, memory=memory, schedule=None)

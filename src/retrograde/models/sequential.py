@@ -76,24 +76,6 @@ class ChainFit:
     ordinary_bytes: int
     peak_bytes: int
 
-    @classmethod
-    def of(cls, kind: PassMeasurements, memory: Memory) -> "ChainFit":
-        """Return the plan for a budget, of the layers that were measured.
-
-        Raises:
-            BudgetError: the budget is too small; the message names the least budget.
-        """
-        plan = kind.plan(room := as_bytes(memory, kind.ordinary_bytes))
-        return cls(
-            names=tuple(unit.name for unit in kind.units),
-            sizes=(*kind.sizes,),
-            parts=plan,
-            budget_bytes=room,
-            minimum_bytes=kind.least_bytes,
-            ordinary_bytes=kind.ordinary_bytes,
-            peak_bytes=peak_of(kind.sizes, plan),
-        )
-
     @property
     def ordinary(self) -> bool:
         """Whether ordinary backpropagation fits the budget. If so, it is what runs."""
@@ -202,8 +184,7 @@ class Sequential(nn.Sequential):
         if self.backward is not None:
             found = self._scan().run(_flat(self), input)
         elif self.memory is not None and torch.is_grad_enabled():
-            kind = self._kind(input)
-            found = None if kind is None else _run_within(self.memory, kind, self, input)
+            found = self._run_within(self.memory, input)
         return super().forward(input) if found is None else found  # type: ignore[no-untyped-call]
 
     def fit(self, input: object) -> ChainFit:
@@ -224,13 +205,37 @@ class Sequential(nn.Sequential):
                 f"memory={self.memory!r} and backward={self.backward!r}: expected a memory and no "
                 "backward; only layers within a budget have a schedule"
             )
-        return self._fit_within(self.memory, shaped(input, self))
-
-    def _fit_within(self, memory: Memory, input: object) -> ChainFit:
-        """Return the result of :meth:`fit` for another budget; nothing is changed."""
-        if (kind := self._kind(input)) is None:
+        if (kind := self._kind(shaped(input, self))) is None:
             raise NotExactError(_NOTHING)
-        return ChainFit.of(kind, memory)
+        plan = kind.plan(allowed := as_bytes(self.memory, kind.ordinary_bytes))
+        return ChainFit(
+            names=tuple(unit.name for unit in kind.units),
+            sizes=(*kind.sizes,),
+            parts=plan,
+            budget_bytes=allowed,
+            minimum_bytes=kind.least_bytes,
+            ordinary_bytes=kind.ordinary_bytes,
+            peak_bytes=peak_of(kind.sizes, plan),
+        )
+
+    def _run_within(self, memory: Memory, input: object) -> Any:
+        """Return the last layer's output, or None where torch's own pass should run."""
+        if (kind := self._kind(input)) is None:
+            return None
+        plan = kind.plan(allowed := as_bytes(memory, kind.ordinary_bytes))
+        if kind.is_ordinary(plan) and not kind.most:
+            return None
+        row, before, value, made = RunningPlan(plan, kind.tied), None, input, list[Tensor | None]()
+        grown = list[str]()
+        for number, unit in enumerate(kind.units):
+            given = Arguments((value,))
+            with kind.watched(number, [self], given, made if number else None) as grew:
+                value, before = row.run(number, unit, unit.forward, given, made, before)
+            made = made_by(value, given.leaves if unit.fill is None else ())
+            grown += grew
+        if grown and (need := peak_of(kind.sizes, plan)) > allowed:
+            warnings.warn(larger(grown[0], need, allowed, kind), stacklevel=4)
+        return value
 
     def _kind(self, input: object) -> PassMeasurements | None:
         """Return what is known of the layers for an input of this kind. It is None if nothing
@@ -310,31 +315,6 @@ def _check_options(backward: Any, algorithm: Any, levels: Any, memory: Memory | 
         room(memory, torch.device("cpu"))  # raises if it cannot be read
 
 
-def _run_within(memory: Memory, kind: PassMeasurements, net: nn.Module, input: object) -> Any:
-    """Run the layers of a network so that their gradient stays within a budget.
-
-    Returns the output of the last layer, or None where torch's own pass should run, since ordinary
-    backpropagation fits.
-
-    Raises:
-        BudgetError: the budget is too small; the message names the least budget.
-    """
-    plan = kind.plan(room := as_bytes(memory, kind.ordinary_bytes))
-    if kind.is_ordinary(plan) and not kind.most:
-        return None
-    row, before, value, made = RunningPlan(plan, kind.tied), None, input, list[Tensor | None]()
-    grown = list[str]()
-    for number, unit in enumerate(kind.units):
-        given = Arguments((value,))
-        with kind.watched(number, [net], given, made if number else None) as grew:
-            value, before = row.run(number, unit, unit.forward, given, made, before)
-        made = made_by(value, given.leaves if unit.fill is None else ())
-        grown += grew
-    if grown and (need := peak_of(kind.sizes, plan)) > room:
-        warnings.warn(larger(grown[0], need, room, kind), stacklevel=4)
-    return value
-
-
 def measure_network(layers: Layers, input: object, repeats: int) -> Chain:
     """Measure the layers of a network, and time each ``repeats`` times.
 
@@ -380,7 +360,7 @@ def measured(
     """
     together = -(-len(layers) // _MOST_UNITS)
     kind = PassMeasurements(tied=tied(layer.parameters() for _, layer in layers))
-    made, value = None, _alone(input, None)
+    made, value = None, _alone(input)
     tried = _try(layers[:1], value)
     if tried.writes:
         raise NotExactError(_WRITES.format(layers[0][0], "the chain's input"))
@@ -428,15 +408,14 @@ def _try(layers: Layers, value: object) -> Tried:
 def _result(tried: Tried, value: object) -> Any:
     """Run a unit, and leave no trace."""
     with tried.unit.surroundings.measured(), unsaved():
-        return _alone(do_most(tried.unit, value), tried.wants)
+        return _alone(do_most(tried.unit, value))
 
 
-def _alone(value: object, wants: Sequence[bool] | None) -> Any:
+def _alone(value: object) -> Any:
     """Return a value without the graph that it came from; its tensors require what they did."""
-    found = iter([t.requires_grad for t in tensors_in(value)] if wants is None else wants)
 
     def alone(t: Tensor) -> Tensor:
-        return with_nodes([t])[0] if next(found) else t.detach()
+        return with_nodes([t])[0] if t.requires_grad else t.detach()
 
     with torch.enable_grad():
         return pytree.tree_map_only(Tensor, alone, value)

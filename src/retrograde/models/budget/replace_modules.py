@@ -68,9 +68,8 @@ def wrapped(kind: type[nn.Module]) -> type[nn.Module] | None:
         return None
     theirs = [c for c in kind.__mro__ if not issubclass(base, c)]
     named = {name for c in (BudgetedRNN, nn.RNNBase, base) for name in vars(c)}
-    changed = {name for c in theirs for name in vars(c)} & named
-    changed = {name for name in changed if not name.startswith("__")} - _FREE
-    return None if changed else base
+    changed = ({name for c in theirs for name in vars(c)} & named) - _FREE
+    return None if any(not name.startswith("__") for name in changed) else base
 
 
 _FREE = {"forward", "extra_repr", "reset_parameters"}  # what a derived class may change

@@ -22,7 +22,7 @@ from retrograde.models.budget.replace_modules import (
     twin,
     wrapped,
 )
-from retrograde.models.rows.arguments import tensors_in
+from retrograde.models.rows.arguments import memory_of, tensors_in
 from retrograde.models.rows.call_sizes import PassMeasurements
 from retrograde.models.rows.joint_plan import JointPlan
 from retrograde.models.rows.layer_run import LayerRun, OnSample, Tied
@@ -193,8 +193,7 @@ def _held_by(call: Callable[[], Any]) -> int:
     """Return what the graph of a call holds beyond its results."""
     kept = list[Any]()
     with MEASURING, unpacked(), torch.enable_grad():
-        memory = [t.untyped_storage() for t in tensors_in(call())]
-        given = sum({one.data_ptr(): one.nbytes() for one in memory}.values())
+        given = sum(memory_of(tensors_in(call())).values())
         phase, _ = measure_phases([lambda: kept.append(call()), kept.clear])
     return max(0, phase.growth() - given)
 
@@ -205,7 +204,8 @@ class WatchedRow(Watched):
 
     def __init__(self, layers: Layers, tied: Tied) -> None:
         self.row = LayerRun([(c.name, c.module) for c in layers], [c.slot for c in layers], tied)
-        super().__init__(run_name(layers), run_name(layers), [self.row])
+        name = " … ".join(call.name for call in layers[:: max(1, len(layers) - 1)])
+        super().__init__(name, name, [self.row])
 
     def give(self, part: int) -> Iterable[tuple[Watched, int]]:
         self.row.joint_plan = joint_plan = JointPlan([self.row], part, [part])
@@ -283,8 +283,3 @@ class WatchedRows(Watched):
             return [*watched]
         waits = elsewhere.waits([one.numbers for one in times])
         return [*(one for one in watched if one not in rows), cls(times, [*waits])]
-
-
-def run_name(run: Layers) -> str:
-    """Return the name of a run of layers."""
-    return " … ".join(call.name for call in run[:: max(1, len(run) - 1)])

@@ -181,8 +181,8 @@ class LeanTape(TorchFunctionMode):
 
         with torch.no_grad():
             one, mask = noise.new_ones(()).div_(1 - p), packed(noise)
-            again = None if (p, noise.dtype) in _NOISES else _noise(mask, one, noise.shape)
-            if again is not None and not torch.equal(again, noise):
+            is_known = (p, noise.dtype) in _NOISES
+            if not (is_known or torch.equal(_noise(mask, one, noise.shape), noise)):
                 return
             _NOISES.add((p, noise.dtype))
         at = Box(mask, mask.untyped_storage())

@@ -8,7 +8,6 @@ or none, as the tensor had.
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
 
@@ -62,29 +61,20 @@ class Arguments:
         return None
 
 
-@dataclass
 class RerunArgument:
     """An argument. Where the row has the tensor, there is no value, but its ``place`` in the result
     of the call before, and its fingerprint."""
 
-    value: Any
-    source: "ref[Tensor] | None" = None
-    wants: bool = False
-    has_node: bool = False
-    version: int = 0
-    place: int = 0
-    print: Fingerprint = None
-    turn: int = 0
-    attributes: dict[str, Any] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, leaf: object) -> "RerunArgument":
-        if not isinstance(leaf, Tensor):
-            return cls(leaf)
-        is_itself = not leaf.requires_grad or isinstance(leaf, nn.Parameter)
-        value, has_node = leaf if is_itself else leaf.detach(), leaf.grad_fn is not None
-        attributes = {**vars(leaf)}
-        return cls(value, ref(leaf), not is_itself, has_node, version(leaf), attributes=attributes)
+    def __init__(self, leaf: Any) -> None:
+        self.value, self.source, self.attributes = leaf, None, dict[str, Any]()
+        self.wants = self.has_node = False
+        self.version = self.place = self.turn = 0
+        self.print: Fingerprint = None
+        if isinstance(leaf, Tensor):
+            self.wants = leaf.requires_grad and not isinstance(leaf, nn.Parameter)
+            self.value = leaf.detach() if self.wants else leaf
+            self.source, self.attributes = ref(leaf), {**vars(leaf)}
+            self.has_node, self.version = leaf.grad_fn is not None, version(leaf)
 
     def is_hidden(self) -> bool:
         return self.source is not None and self.value is None
@@ -95,8 +85,7 @@ class RerunArgument:
         self.value, self.place = None, place
 
     def is_overwritten(self) -> bool:
-        has_tensor = self.source is not None and self.value is not None
-        return has_tensor and version(self.value) != self.version
+        return isinstance(self.value, Tensor) and version(self.value) != self.version
 
     def find(self, state: Sequence[Tensor | None], differs: Callable[[], Exception]) -> Any:
         """Return the value, perhaps from the state that the row has computed again. ``differs``
@@ -115,7 +104,7 @@ class RerunArguments:
     """The arguments of one call: ``each`` of them, and which are one tensor."""
 
     def __init__(self, given: Arguments) -> None:
-        self.each, self.spec = [RerunArgument.of(leaf) for leaf in given.leaves], given.spec
+        self.each, self.spec = [RerunArgument(leaf) for leaf in given.leaves], given.spec
         first: dict[int, int] = {}
         ids = [id(x) if isinstance(x, Tensor) else -n for n, x in enumerate(given.leaves, 1)]
         self.same = [first.setdefault(at, n) for n, at in enumerate(ids)]
@@ -207,6 +196,11 @@ class ResultBytes(TorchDispatchMode):
 
 
 _BY_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+
+
+def memory_of(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Return the bytes of tensors' memory by its address."""
+    return {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}
 
 
 def made_by(result: object, given: object) -> list[Tensor | None]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from retrograde.errors import NotExactError
-from retrograde.models.rows.arguments import Arguments, RerunArguments, tensors_in
+from retrograde.models.rows.arguments import Arguments, RerunArguments, memory_of, tensors_in
 from retrograde.models.rows.rerun import KEPT, Recomputable, RunningPlan
 from retrograde.models.rows.rest_of_model import filling
 from retrograde.models.rows.trials import Leave
@@ -87,7 +87,7 @@ class Phases:
         with unsaved():
             self.result = [t.detach() for t in tensors_in(do_most(self.unit, *args, **kwargs))]
         every = self.state, tensors_in(self.result), tensors_in((args, kwargs))
-        state, result, given = map(_memory, every)
+        state, result, given = map(memory_of, every)
         self.handed = sum(size for at, size in state.items() if at in result)
         self.aliases_input = not given.keys().isdisjoint(result)
 
@@ -177,8 +177,3 @@ def _accumulated(leaf: Tensor, added: bool, gradient: Tensor) -> Tensor | None:
     has another order."""
     alike = gradient.layout is not torch.strided or gradient.stride() == leaf.stride()
     return torch.empty_like(leaf).copy_(gradient) if added or not alike else None
-
-
-def _memory(tensors: Sequence[Tensor]) -> dict[int, int]:
-    """Return the bytes of tensors' memory by its address."""
-    return {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}

@@ -140,10 +140,6 @@ class RecomputedCall:
             if one.source is not None and id(one.source()) in places:
                 one.hide(places[id(one.source())], self.noted.turn)
 
-    def is_hidden(self) -> bool:
-        """Return whether the row has the input."""
-        return any(one.is_hidden() for one in self.given.each)
-
     def _arguments(self, state: State) -> tuple[Any, Any, set[int]]:
         """Return the arguments, without the graph that they came from, and their ids."""
         values = [one.find(state, self._differs) for one in self.given.each]
@@ -333,8 +329,9 @@ class RunningPlan:
         Autocast's cache would hold the casts of all weights until autocast ends. That of a tied
         weight stays: ordinary autograd adds its gradients in the type of the cast.
         """
-        grouped = self.late is not None or bool(self._part(self.parts, number).parts)
-        way = DROPPED if grouped else self._part(self.parts, number).way
+        part = self._part(self.parts, number) if self.late is None else None
+        grouped = part is None or bool(part.parts)
+        way = DROPPED if part is None or grouped else part.way
         device = unit.surroundings.device
         apart = torch.is_autocast_enabled(device.type) and self.tied.isdisjoint(unit.reads)
         apart = apart and not unit.shares_casts
@@ -355,7 +352,7 @@ class RunningPlan:
         if call is not None and grouped:
             call.before = before
             self.calls[number] = ref(call)
-            if number != (0 if self.late else self._part(self.parts, number).start):
+            if number != (0 if part is None else part.start):
                 call.hide(made)
         return result, call
 
@@ -379,7 +376,8 @@ class RunningPlan:
             self._open(part, call.number)
         if any(one.value is not None for one in filter(None, (saved() for saved in call.saved))):
             return True
-        if not call.state and call.is_hidden():  # what it saved was there, and was read
+        is_hidden = any(one.is_hidden() for one in call.given.each)
+        if not call.state and is_hidden:  # what it saved was there, and was read
             self.opened = None
             return self.prepare(call)
         return False

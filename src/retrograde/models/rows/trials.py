@@ -27,7 +27,7 @@ from retrograde.models.rows.checks import Noted, Reruns
 from retrograde.models.rows.rerun import Recomputable, is_free
 from retrograde.models.rows.rest_of_model import FILLS, filling
 from retrograde.replay.referents import MODULE_TABLES
-from retrograde.replay.surroundings import Surroundings, try_out, version
+from retrograde.replay.surroundings import try_out, version
 from retrograde.run.core import hooked
 from retrograde.run.states import device_of
 from retrograde.run.transforms import hooks_of_all
@@ -39,7 +39,6 @@ class Tried:
     """The result of a trial. It holds no tensor that the call made."""
 
     unit: Recomputable
-    wants: tuple[bool, ...]  # whether each tensor of its result requires a gradient
     is_apart: bool  # whether its result has memory that its arguments have not
     writes: bool  # whether it writes to its arguments
     made: ResultBytes
@@ -72,12 +71,10 @@ def try_call(
         others = [_tried(name, forward, layers, given, fill) for fill in FILLS]
         sources = tried.unit.surroundings.sources
         tried = max(*others, tried, key=lambda one: one.made.nbytes)
-        # Python's and NumPy's were filled.
-        more = (source for source in tried.unit.surroundings.sources if source.is_torchs)
-        surroundings = replace(
-            tried.unit.surroundings, sources=(*dict.fromkeys((*sources, *more)),)
-        )
-        tried = replace(tried, unit=replace(tried.unit, surroundings=surroundings))
+        found = tried.unit.surroundings
+        more = (source for source in found.sources if source.is_torchs)  # others' were filled
+        found = replace(found, sources=(*dict.fromkeys((*sources, *more)),))
+        tried = replace(tried, unit=replace(tried.unit, surroundings=found))
     return tried
 
 
@@ -120,14 +117,12 @@ def _tried(
         raise NotExactError(
             f"layer {name} is given or returns a sparse tensor: expected dense ones"
         )
-    made = made_by(result, tensors)
-    reads = _reads_of(surroundings)
-    shares = torch.is_autocast_enabled(device.type) and _shares_casts(outputs)
+    made, changing = made_by(result, tensors), {id(b) for b in surroundings.buffers}
+    read = (*tensors_of(surroundings.found.parts()), *surroundings.found.tensors)
+    reads = [t for t in read if id(t) not in changing]
+    shares, reruns = _shares_casts(outputs, device), replace(reruns, counts=True)
     tried = Tried(
-        Recomputable(
-            name, forward, surroundings, reads, shares, replace(reruns, counts=True), fill
-        ),
-        wants=tuple(t.requires_grad for t in outputs),
+        Recomputable(name, forward, surroundings, reads, shares, reruns, fill),
         is_apart=any(t is not None and t.untyped_storage().nbytes() for t in made),
         writes=versions != [version(t) for t in tensors],
         made=bytes_made,
@@ -137,7 +132,7 @@ def _tried(
         gc.collect()  # of cycles
     if any(one() is not None for one in saved):
         raise NotExactError(_LEAVES.format(name, "a place that cannot be found"))
-    for left in tried.unit.surroundings.left:
+    for left in surroundings.left:
         if left.key not in _computed_names(left.holder):
             raise NotExactError(_LEAVES.format(name, left.called))
     return tried
@@ -159,9 +154,10 @@ class Leave(torch.autograd.Function):
         return found
 
 
-def _shares_casts(outputs: Sequence[Tensor]) -> bool:
+def _shares_casts(outputs: Sequence[Tensor], device: torch.device) -> bool:
     """Return whether two casts of one parameter are in a graph that was made without a cache."""
-    pending, seen, cast = [t.grad_fn for t in outputs], set[Any](), set[Any]()
+    casts = torch.is_autocast_enabled(device.type)
+    pending, seen, cast = [t.grad_fn for t in outputs if casts], set[Any](), set[Any]()
     while pending:
         node = pending.pop()
         if node is None or node in seen:
@@ -222,13 +218,6 @@ def options_key(parts: Sequence[nn.Module], tensors: Sequence[Tensor]) -> Hashab
 
 
 _OPTIONS, _TABLES = (bool, int, float, str, type(None)), {dict, OrderedDict, set}
-
-
-def _reads_of(surroundings: Surroundings) -> list[Tensor]:
-    """Return the parameters, buffers and captured tensors that a call reads and does not change."""
-    found, changing = surroundings.found, {id(b) for b in surroundings.buffers}
-    read = (*tensors_of(found.parts()), *found.tensors)
-    return [t for t in read if id(t) not in changing]
 
 
 def architecture_key(parts: Sequence[nn.Module]) -> Hashable:
