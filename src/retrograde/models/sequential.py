@@ -26,8 +26,8 @@ from retrograde.errors import NotExactError, ScanError
 from retrograde.models.rows.arguments import Arguments, made_by, tensors_in, tied, with_nodes
 from retrograde.models.rows.call_sizes import PassMeasurements, Plans, larger
 from retrograde.models.rows.phases import do_most
-from retrograde.models.rows.rerun import RunningPlan
-from retrograde.models.rows.trials import Tried, try_call
+from retrograde.models.rows.rerun import Recomputable, RunningPlan
+from retrograde.models.rows.trials import try_call
 from retrograde.plan.calls import CallSizes, Part, Way, kept_whole, peak_of, seconds_of
 from retrograde.run.core import unsaved
 from retrograde.run.states import shaped
@@ -380,8 +380,8 @@ def measured(
                 raise NotExactError(_WRITES.format(layers[size - 1][0], whose))
         modules, given = [layer for _, layer in layers[:size]], Arguments((value,))
         # The unit's result is not held meanwhile, but computed once more.
-        found = plans.measure(tried.unit, modules, given, made, kind.tied, repeats)
-        kind.add(tried.unit, found, tried.made_bytes)
+        found = plans.measure(tried, modules, given, made, kind.tied, repeats)
+        kind.add(tried, found)
         if size < len(layers):
             value = _result(tried, value)
             made = made_by(value, given.leaves)
@@ -390,7 +390,7 @@ def measured(
     return kind
 
 
-def _try(layers: Layers, value: object) -> Tried:
+def _try(layers: Layers, value: object) -> Recomputable:
     """Try a unit of some layers."""
     given, name = Arguments((value,)), "-".join(dict.fromkeys((layers[0][0], layers[-1][0])))
     if (reason := given.refusal()) is not None:
@@ -405,10 +405,10 @@ def _try(layers: Layers, value: object) -> Tried:
     return try_call(name, forward, modules, given)
 
 
-def _result(tried: Tried, value: object) -> Any:
+def _result(unit: Recomputable, value: object) -> Any:
     """Run a unit, and leave no trace."""
-    with tried.unit.surroundings.measured(), unsaved():
-        return _alone(do_most(tried.unit, value))
+    with unit.surroundings.measured(), unsaved():
+        return _alone(do_most(unit, value))
 
 
 def _alone(value: object) -> Any:

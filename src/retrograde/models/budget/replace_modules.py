@@ -13,7 +13,6 @@ from typing import Any, TypeGuard, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from retrograde.errors import NotExactError
@@ -21,6 +20,7 @@ from retrograde.models.sequential import Sequential
 from retrograde.recurrent.base import BudgetedRNN
 from retrograde.recurrent.modules import GRU, LSTM, RNN
 from retrograde.recurrent.weights import TORCHS_OWN
+from retrograde.run.states import is_real
 
 # torch's classes, even if a program has replaced torch's names by ours.
 _OURS: dict[type[nn.Module], type[BudgetedRNN]] = dict(
@@ -106,13 +106,11 @@ def _class_for(module: nn.RNNBase) -> type[BudgetedRNN]:
 
 def as_if_recorded(outputs: object, given: Sequence[Tensor]) -> Any:
     """Return outputs that require a gradient as recorded ones do; they may be written to."""
-    if isinstance(outputs, PackedSequence):
-        return outputs._replace(data=as_if_recorded(outputs.data, given))
-    if not isinstance(outputs, Tensor):
-        return pytree.tree_map_only(Tensor, lambda t: as_if_recorded(t, given), outputs)
-    if not (outputs.is_floating_point() or outputs.is_complex()):
-        return outputs
-    return _Historied.apply(outputs.detach(), *given)  # type: ignore[no-untyped-call]
+
+    def recorded(t: Tensor) -> Any:
+        return _Historied.apply(t.detach(), *given) if is_real(t) else t  # type: ignore[no-untyped-call]
+
+    return pytree.tree_map_only(Tensor, recorded, outputs)
 
 
 class _Historied(torch.autograd.Function):

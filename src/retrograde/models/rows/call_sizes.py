@@ -93,12 +93,11 @@ class PassMeasurements:
             vars(self).pop("least_bytes", None)
         grew.append(self.units[at].name)
 
-    def add(self, unit: Recomputable, found: CallSizes, made: int | None = None) -> None:
-        """Add the next call, whose operations ``made`` so many bytes, if that depends on data. What
-        it hands on of what the call before made is held throughout. A gradient that it hands on may
-        wait in larger memory."""
-        if made is not None:
-            self.most[len(self.raw)] = made
+    def add(self, unit: Recomputable, found: CallSizes) -> None:
+        """Add the next call. What it hands on of what the call before made is held throughout. A
+        gradient that it hands on may wait in larger memory."""
+        if unit.made_bytes is not None:
+            self.most.setdefault(len(self.raw), unit.made_bytes)
         self.raw.append(found)
         handed = found.handed_bytes if self.sizes else 0
         for at in range(len(self.sizes) - 1, -1, -1) if found.gradient_slack_bytes else ():

@@ -378,9 +378,9 @@ class LayerRun:
 
         with MEASURING:  # another thread may be measuring the same
             if len(kind.sizes) == at:
-                tried = try_call(self.names[k], forward, layers, given)
-                found = self.plans.measure(tried.unit, layers, given, made, kind.tied)
-                kind.add(tried.unit, found, tried.made_bytes)
+                unit = try_call(self.names[k], forward, layers, given)
+                found = self.plans.measure(unit, layers, given, made, kind.tied)
+                kind.add(unit, found)
                 if kind.is_measured and self.sample is None:
                     kind.settle()
 
@@ -394,26 +394,29 @@ def passes_through(layer: nn.Module) -> bool:
 @contextmanager
 def released(model: nn.Module) -> Iterator[None]:
     """Give all modules their own forward pass in a block, so that no row gets their calls."""
-    every = [vars(module) for module in model.modules()]
-    held = [(own, own["forward"]) for own in every if isinstance(own.get("forward"), RowForward)]
-    for own, _ in held:
-        del own["forward"]
+    held = _release(model)
     try:
         yield
     finally:
-        for own in every:
-            if isinstance(own.get("forward"), RowForward):
-                del own["forward"]
+        _release(model)
         for own, forward in held:
             own["forward"] = forward
 
 
+def _release(model: nn.Module) -> list[tuple[dict[str, Any], RowForward]]:
+    """Give all modules their own forward pass. Return their attributes, and what they had."""
+    own = map(vars, model.modules())
+    held = [(one, one["forward"]) for one in own if isinstance(one.get("forward"), RowForward)]
+    for one, _ in held:
+        del one["forward"]
+    return held
+
+
 def install(model: nn.Module, rows: "Sequence[LayerRun]") -> None:
     """Pass the calls of layers to these rows alone from now on, also in copies of the model."""
-    for own in map(vars, model.modules()):
-        own.pop(_ROWS, None)
-        if isinstance(own.get("forward"), RowForward):
-            del own["forward"]
+    _release(model)
+    for module in model.modules():
+        vars(module).pop(_ROWS, None)
     if rows:
         ours = {id(layer) for row in rows for _, layer in row.calls}
         every = model.named_modules(remove_duplicate=False)

@@ -26,7 +26,7 @@ from retrograde.errors import NotExactError, RetrogradeError
 from retrograde.models.lean import recipes
 from retrograde.models.lean.lean import lean as lean_pass
 from retrograde.models.lean.tape import LeanTape
-from retrograde.models.rows.arguments import Arguments, RerunArguments, tensors_in
+from retrograde.models.rows.arguments import Arguments, RerunArguments, ResultBytes, tensors_in
 from retrograde.models.rows.checks import Compared, Noted, Reruns
 from retrograde.plan.calls import Part
 from retrograde.replay.surroundings import Surroundings, Values, version
@@ -63,6 +63,20 @@ class Recomputable:
     shares_casts: bool = False  # whether a weight's cast by autocast has several readers in a call
     reruns: Reruns = field(default_factory=Reruns)
     fill: float | None = None  # what few numbers are drawn where it does the most, if they decide
+    is_apart: bool = True  # whether its result has memory that its arguments have not
+    writes: bool = False  # whether it writes to its arguments
+    made: ResultBytes = field(default_factory=ResultBytes)  # by its operations, in the trial
+
+    @property
+    def decides(self) -> bool:
+        """Whether random numbers may decide what it does."""
+        drawn = self.surroundings.sources
+        return not all(source.is_torchs for source in drawn) or (self.made.varies and bool(drawn))
+
+    @property
+    def made_bytes(self) -> int | None:
+        """What its operations made, if data or random numbers decide how much; else None."""
+        return self.made.nbytes if self.made.varies or self.decides else None
 
 
 class Placeholder:

@@ -7,7 +7,7 @@ import gc
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from weakref import ref
 
@@ -34,31 +34,10 @@ from retrograde.run.transforms import hooks_of_all
 from retrograde.sizes.cache import signature
 
 
-@dataclass(frozen=True, eq=False)
-class Tried:
-    """The result of a trial. It holds no tensor that the call made."""
-
-    unit: Recomputable
-    is_apart: bool  # whether its result has memory that its arguments have not
-    writes: bool  # whether it writes to its arguments
-    made: ResultBytes
-
-    @property
-    def decides(self) -> bool:
-        """Whether random numbers may decide what it does."""
-        drawn = self.unit.surroundings.sources
-        return not all(source.is_torchs for source in drawn) or (self.made.varies and bool(drawn))
-
-    @property
-    def made_bytes(self) -> int | None:
-        """What its operations made, if data or random numbers decide how much; else None."""
-        return self.made.nbytes if self.made.varies or self.decides else None
-
-
 def try_call(
     name: str, forward: Callable[..., Any], layers: Sequence[nn.Module], given: Arguments
-) -> Tried:
-    """Run a call of some layers once.
+) -> Recomputable:
+    """Run a call of some layers once. The result holds no tensor that the call made.
 
     If random numbers may decide what it does, it also runs with the smallest and the largest. The
     trial in which it did the most counts.
@@ -69,19 +48,19 @@ def try_call(
     tried = _tried(name, forward, layers, given, None)
     if tried.decides:
         others = [_tried(name, forward, layers, given, fill) for fill in FILLS]
-        sources = tried.unit.surroundings.sources
+        sources = tried.surroundings.sources
         tried = max(*others, tried, key=lambda one: one.made.nbytes)
-        found = tried.unit.surroundings
+        found = tried.surroundings
         more = (source for source in found.sources if source.is_torchs)  # others' were filled
         found = replace(found, sources=(*dict.fromkeys((*sources, *more)),))
-        tried = replace(tried, unit=replace(tried.unit, surroundings=found))
+        tried = replace(tried, surroundings=found)
     return tried
 
 
 def _tried(
     name: str, forward: Callable[..., Any], layers: Sequence[nn.Module], given: Arguments,
     fill: float | None,
-) -> Tried:  # fmt: skip
+) -> Recomputable:  # fmt: skip
     """Run a call of some layers once, with few numbers that it draws as ``fill`` says."""
     tensors = tensors_in(given.leaves)
     versions = [version(t) for t in tensors]
@@ -120,13 +99,15 @@ def _tried(
     made, changing = made_by(result, tensors), {id(b) for b in surroundings.buffers}
     read = (*tensors_of(surroundings.found.parts()), *surroundings.found.tensors)
     reads = [t for t in read if id(t) not in changing]
-    shares, reruns = _shares_casts(outputs, device), replace(reruns, counts=True)
-    tried = Tried(
-        Recomputable(name, forward, surroundings, reads, shares, reruns, fill),
+    tried = Recomputable(
+        name, forward, surroundings, reads,
+        shares_casts=_shares_casts(outputs, device),
+        reruns=replace(reruns, counts=True),
+        fill=fill,
         is_apart=any(t is not None and t.untyped_storage().nbytes() for t in made),
         writes=versions != [version(t) for t in tensors],
         made=bytes_made,
-    )
+    )  # fmt: skip
     del result, outputs, made
     if any(one() is not None for one in saved):  # what a graph saved lives as long as that
         gc.collect()  # of cycles
