@@ -90,9 +90,8 @@ def fit(
         return timed(twin(cell)._fit_within(memory, inputs, state), cell, inputs, state)
     if isinstance(cell, nn.Sequential) and not stateful:
         if state is not None:
-            raise NotExactError(
-                f"got a state, a {type(state).__name__}, for a Sequential: expected none"
-            )
+            kind = type(state).__name__
+            raise NotExactError(f"got a state, a {kind}, for a Sequential: expected none")
         return Sequential(OrderedDict(cell._modules), memory=memory).fit(inputs)
     if isinstance(cell, Recurrent):
         call, cell, state = cell._call_of(inputs, state)

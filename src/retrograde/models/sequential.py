@@ -316,11 +316,7 @@ def _check_options(backward: Any, algorithm: Any, levels: Any, memory: Memory | 
 
 
 def measure_network(layers: Layers, input: object, repeats: int) -> Chain:
-    """Measure the layers of a network, and time each ``repeats`` times.
-
-    Raises:
-        NotExactError: a layer cannot be run exactly, or nothing requires a gradient.
-    """
+    """Measure the layers of a network, and time each ``repeats`` times."""
     weights = [p for _, layer in layers for p in layer.parameters()]
     if not any(t.requires_grad for t in (*tensors_in(input), *weights)):
         raise NotExactError(_NOTHING)
@@ -353,11 +349,8 @@ def measure_network(layers: Layers, input: object, repeats: int) -> Chain:
 def measured(
     layers: Layers, input: object, plans: Plans, repeats: int | None = None
 ) -> PassMeasurements:
-    """Divide layers into units, and try and measure each, on an input.
-
-    Raises:
-        NotExactError: a layer cannot be run exactly; the message names it.
-    """
+    """Divide layers into units, and try and measure each, on an input. A layer that cannot be run
+    exactly is refused by its name."""
     together = -(-len(layers) // _MOST_UNITS)
     kind = PassMeasurements(tied=tied(layer.parameters() for _, layer in layers))
     made, value = None, _alone(input)

@@ -331,10 +331,7 @@ def _watched(
 ) -> tuple[list[Watched], int, int]:
     """Run the model on the sample. Return its parts with their calls and sizes, and the bytes that
     the rest of it holds. The last result is those of parts for which a budget would gain nothing.
-
-    If a layer turns out not to be one of a run, it is added to ``refused``, and the model runs
-    again.
-    """
+    If a layer turns out to be in no run, it is added to ``refused``, and the model runs again."""
     while True:
         watched: list[Watched] = [
             WatchedModule(name, m, name or type(model).__name__)

@@ -154,11 +154,9 @@ class CallOrder:
         self.fill = fill  # what numbers are to be drawn, so that all layers run
 
     def runs(self) -> list[Layers]:
-        """Return the runs of calls, the outermost possible; small runs are ignored.
-
-        Layers may be called several times, if always in the same run. Others divide a run. A run
-        of one call is one of no others.
-        """
+        """Return the runs of calls, the outermost possible; small runs are ignored. Layers may be
+        called several times, if always in the same run. Others divide a run. A run of one call is
+        one of no others."""
         opened, whole = (self._runs(self.top, large) for large in (_OPENED * self.whole, inf))
         found: list[Layers] = [[]]
         for same in _alike(self._divided(min(whole, opened, key=self._least))):

@@ -30,7 +30,7 @@ from retrograde.models.rows.rest_of_model import RestOfModel
 from retrograde.plan.calls import OutputLifetime, peak_of
 from retrograde.recurrent.weights import last_weights
 from retrograde.run.transforms import refuse_transforms, uncompiled
-from retrograde.sizes.allocations import measure_phases
+from retrograde.sizes.allocations import measure
 from retrograde.sizes.cache import signature
 from retrograde.sizes.ordinary import FEW_BYTES, FEW_STEPS
 from retrograde.torch_private import flat_names
@@ -40,16 +40,12 @@ _MOST_CALLS = 2000  # of one plan, which takes seconds for more
 
 
 class Watched(ABC):
-    """A module or a run of layers that will get a part of a budget, and its calls.
-
-    ``calls`` counts the calls for each kind of input. ``sizes`` has, for each kind, the least bytes
-    and those of ordinary backpropagation.
-    """
+    """A module or a run of layers that will get a part of a budget, and its calls."""
 
     def __init__(self, name: str, title: str, rows: Iterable[LayerRun] = ()) -> None:
         self.name, self.title, self.called_rows = name, title, [*rows]
-        self.calls = Counter[Hashable]()
-        self.sizes: dict[Hashable, tuple[int, int]] = {}
+        self.calls = Counter[Hashable]()  # by kind of input
+        self.sizes: dict[Hashable, tuple[int, int]] = {}  # least and ordinary bytes of each kind
         self.held: dict[tuple[Hashable, int], int] = {}  # by kind and budget, between the passes
         self.seconds: tuple[float, float] | None = None  # of a pass, within its part and without
 
@@ -191,11 +187,9 @@ class WatchedModule(Watched):
 
 def _held_by(call: Callable[[], Any]) -> int:
     """Return what the graph of a call holds beyond its results."""
-    kept = list[Any]()
     with MEASURING, unpacked(), torch.enable_grad():
         given = sum(memory_of(tensors_in(call())).values())
-        phase, _ = measure_phases([lambda: kept.append(call()), kept.clear])
-    return max(0, phase.growth() - given)
+        return max(0, measure(call).retained_bytes - given)
 
 
 class WatchedRow(Watched):

@@ -137,11 +137,7 @@ class PassMeasurements:
         return plan == kept_whole(self.sizes) and not casts
 
     def plan(self, memory: int) -> tuple[Part, ...]:
-        """Return the fastest plan within a budget.
-
-        Raises:
-            BudgetError: the budget is too small; the message names the least one.
-        """
+        """Return the fastest plan within a budget. One that is too small is refused."""
         if memory not in self.plans:
             if memory < self.least_bytes:
                 raise too_small(memory, self.least_bytes, self)
@@ -162,10 +158,8 @@ class PassMeasurements:
         cls, kinds: Sequence["PassMeasurements"], waits: Sequence[OutputLifetime]
     ) -> "PassMeasurements":
         """Return what is known of rows that run one after the other, and wait for each other.
-
         Autograd adds a weight's second gradient to its first in new memory, and further ones in
-        place. So where two later rows have used a weight, its gradients take nothing more.
-        """
+        place. So where two later rows have used a weight, its gradients take nothing more."""
         if len(kinds) == 1:
             return kinds[0]
         sizes, later = list[list[CallSizes]](), Counter[Tensor]()
@@ -310,9 +304,8 @@ def _phases(one: Phases) -> tuple[list[Callable[[], None]], dict[int, float]]:
 
     phases = [one.begin, clocked(_FORWARD, one.advance), one.release_result, one.clear]
     for way in _ORDER:
-        record = partial(one.record, max(way, KEPT))
         phases += [
-            partial(one.begin, turned=way == TURNED), clocked(way, record), one.release_result,
+            partial(one.begin, way), clocked(way, one.record), one.release_result,
             lambda: one.state.clear(), clocked(way, one.backpropagate), one.clear,
         ]  # fmt: skip
     return phases, taken
@@ -370,7 +363,7 @@ def _sizes(one: Phases, found: Sequence[Phase], seconds: dict[int, float]) -> Ca
         reorder_bytes=max(0, turned),
         aliases_input=one.aliases_input,
         handed_bytes=one.handed,
-        gradient_bytes=max(waits, sum(one.gradients)) + _MARK_BYTES,
+        gradient_bytes=max(waits, one.gradient_bytes) + _MARK_BYTES,
         gradient_slack_bytes=one.apart,
         backward_seconds=max(0.0, seconds[KEPT] - seconds[_FORWARD]),
     )

@@ -156,11 +156,8 @@ class JointPlan:
         return open_row is row and now is not None and now.next <= number
 
     def end(self, result: object) -> None:
-        """End a row, of whose last call this is the result.
-
-        Raises:
-            BudgetError: the budget is too small for its input.
-        """
+        """End a row, of whose last call this is the result. A budget that is too small for its
+        input is refused."""
         self._running.open = None, None
         now, at = self._running.now, max(self._running.now)
         if self._repeats:

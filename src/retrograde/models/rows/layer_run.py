@@ -42,11 +42,9 @@ Tied = Sequence[tuple[nn.Module, str]]  # where weights are: a module and a name
 
 
 class RowForward:
-    """The ``forward`` of a module in a row, which passes its calls to the row.
-
-    A module may be called at several places, each of which is a row and a number in it. The state
-    that it is given tells which.
-    """
+    """The ``forward`` of a module in a row, which passes its calls to the row. A module may be
+    called at several places, each of which is a row and a number in it. The state that it is given
+    tells which."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

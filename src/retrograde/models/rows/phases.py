@@ -30,19 +30,18 @@ RERUN_BYTES = 1013  # that no other tensor has
 
 
 class Phases:
-    """The phases of a call, for each way to keep it. It frees ``state`` before it
-    measures, so callers pass their only reference.
+    """The phases of a call, for each way to keep it. It frees ``state`` before it measures, so
+    callers pass their only reference.
 
-    ``state`` are the arguments that the call before made, or those of the ``first`` call. With
-    ``turned``, the gradient of the result has reversed strides. The gradients of ``tied`` weights
-    are added to those of other calls.
+    ``state`` are the arguments that the call before made, or those of the ``first`` call. The
+    gradients of ``tied`` weights are added to those of other calls.
     """
 
     def __init__(
         self, unit: Recomputable, given: Arguments, state: Sequence[Tensor], tied: Weights, *,
         first: bool,
     ) -> None:  # fmt: skip
-        self.unit, self.given, self.tied, self.first, self.turned = unit, state, tied, first, False
+        self.unit, self.given, self.tied, self.first = unit, state, tied, first
         leaves, self.arguments = given.leaves, RerunArguments(given)
         self.device = tensors_in(leaves)[0].device
         ours = {id(t): n for n, t in enumerate(state)}
@@ -51,7 +50,6 @@ class Phases:
         for one in () if first else self.arguments.each:
             one.has_node |= one.wants  # a leaf is only given where the layers before are left out
         self.reruns, self.begun = replace(unit.reruns, counts=False), unit.surroundings.capture()
-        self.way = KEPT
         self.shown: dict[int, Any] = {}  # by way: fingerprints of result and gradients
         self.state: list[Tensor] = []
         self.result: Any = None
@@ -61,13 +59,13 @@ class Phases:
         self.like: list[tuple[Any, ...]] = []
         self.for_caller: list[Tensor | None] = []
         self.reorders_gradient = [False, False]
-        self.handed, self.aliases_input, self.apart = 0, False, 0
-        self.gradients: list[int] = []
+        self.aliases_input = False
+        self.handed = self.apart = self.gradient_bytes = 0
 
-    def begin(self, *, turned: bool = False) -> None:
-        self.turned = turned
+    def begin(self, way: int = KEPT) -> None:
+        self.way = way
         self.unit.surroundings.restore(self.begun)
-        if turned:  # the very state, for a copy would be one more beside a turned gradient's
+        if way == TURNED:  # the very state, for a copy would be one more beside a turned gradient's
             self.state = [*self.given]
             return
         copies: dict[int, torch.UntypedStorage] = {}
@@ -91,14 +89,13 @@ class Phases:
         self.handed = sum(size for at, size in state.items() if at in result)
         self.aliases_input = not given.keys().isdisjoint(result)
 
-    def record(self, way: int) -> None:
+    def record(self) -> None:
         """Run the call as a plan that keeps it in this way does."""
-        self.way = TURNED if self.turned else way
         with torch.enable_grad():
             args, kwargs, wanted = self._arguments()
             self.edges = [get_gradient_edge(t) for t in wanted]
             wanted.clear()
-            row, given = RunningPlan((Part(0, 1, way),)), Arguments(args, kwargs)
+            row, given = RunningPlan((Part(0, 1, max(self.way, KEPT)),)), Arguments(args, kwargs)
             unit = replace(self.unit, forward=self._again, reruns=self.reruns)
             self.result, _ = row.run(0, unit, partial(do_most, self.unit), given, (), None)
 
@@ -115,28 +112,28 @@ class Phases:
     def release_result(self) -> None:
         found = [t for t in tensors_in(self.result) if t.requires_grad]
         self.like = [(t.shape, t.dtype, t.device) for t in found]
-        self.gradients = [t.nbytes for t in found]
+        self.gradient_bytes = sum(t.nbytes for t in found)
         if found:
             with torch.enable_grad():
                 self.root = [get_gradient_edge(Leave.apply(self.seeds, *found))]  # type: ignore[no-untyped-call]
         self.result = None
 
     def backpropagate(self) -> None:
-        root, edges = [*self.root], [*self.edges]
+        root, edges, turned = [*self.root], [*self.edges], self.way == TURNED
         self.root, self.edges = [], []
         own = [t for t in self.unit.reads if t.requires_grad and t.is_leaf]
         if root and (edges or own):
             for shape, dtype, device in self.like:
-                seed = torch.ones(shape[:: -1 if self.turned else 1], dtype=dtype, device=device)
+                seed = torch.ones(shape[:: -1 if turned else 1], dtype=dtype, device=device)
                 seed.view(-1)[::3].mul_(0.5)  # a sum alone may have no gradient
-                self.seeds.append(seed.permute([*range(seed.dim())][::-1]) if self.turned else seed)
+                self.seeds.append(seed.permute([*range(seed.dim())][::-1]) if turned else seed)
                 del seed
             begin = [torch.empty(0, device=self.device)]
             with as_accumulated(own, self.tied):
                 found = torch.autograd.grad(root, [*edges, *own], begin, allow_unused=True)
             self.shown[self.way] = fingerprints(g for g in found if g is not None)
             back = [g for g in found[: len(edges)] if g is not None]
-            self.reorders_gradient[self.turned] = any(not g.is_contiguous() for g in back)
+            self.reorders_gradient[turned] = any(not g.is_contiguous() for g in back)
             self.apart = max([0, *(g.untyped_storage().nbytes() - g.nbytes for g in back)])
             self.for_caller = list(found[len(edges) :])
 

@@ -40,10 +40,7 @@ def try_call(
     """Run a call of some layers once. The result holds no tensor that the call made.
 
     If random numbers may decide what it does, it also runs with the smallest and the largest. The
-    trial in which it did the most counts.
-
-    Raises:
-        NotExactError: the call cannot be run again.
+    trial in which it did the most counts. A call that cannot be run again is refused.
     """
     tried = _tried(name, forward, layers, given, None)
     if tried.decides:
@@ -202,11 +199,9 @@ _OPTIONS, _TABLES = (bool, int, float, str, type(None)), {dict, OrderedDict, set
 
 
 def architecture_key(parts: Sequence[nn.Module]) -> Hashable:
-    """Return a description of some modules, equal for modules that behave alike.
-
-    It has their classes, options and sizes, and which of them share a module or a tensor. It is
-    None unless all are torch's own, without hooks.
-    """
+    """Return a description of some modules, equal for modules that behave alike: their classes,
+    options and sizes, and which of them share a module or a tensor. It is None unless all are
+    torch's own, without hooks."""
     numbers: dict[int, int] = {}
 
     def number(value: object) -> int:
