@@ -16,12 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 from retrograde.errors import BudgetError, CellError, NotExactError
 from retrograde.machine import MEASURING, unpacked
 from retrograde.models.budget.call_order import Layers
-from retrograde.models.budget.replace_modules import (
-    as_if_recorded,
-    replace_module,
-    twin,
-    wrapped,
-)
+from retrograde.models.budget.replace_modules import as_if_recorded, replace_module, twin, wrapped
 from retrograde.models.rows.arguments import memory_of, tensors_in
 from retrograde.models.rows.call_sizes import PassMeasurements
 from retrograde.models.rows.joint_plan import JointPlan

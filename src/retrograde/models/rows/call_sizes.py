@@ -241,8 +241,7 @@ class Plans:
             )
         refuse_transforms(used)
         refuse_sharded(parts, used)
-        texts = options_key(parts, tensors)
-        key = given.kind(), texts, tuple(map(id, layers))
+        key = given.kind(), options_key(parts, tensors), tuple(map(id, layers))
         return self.kinds.get(key, find, (*parts, *tensors))
 
     def measure(

@@ -30,11 +30,6 @@ class Reruns:
     last: list[int] = field(default_factory=list)  # the tensors that the last node saves
     latest: tuple[Any, Any] = (None, None)  # context and graph of the last call with its own casts
 
-    @property
-    def may_end(self) -> bool:
-        """Whether nothing is left to be written when the last tensor is saved."""
-        return self.ends_early is not False and all(self.final.get(k, True) for k in self.last)
-
 
 class _Watched:
     """Tensors in the order in which they are saved. Those of the newest node may be unwritten."""

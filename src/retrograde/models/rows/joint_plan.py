@@ -111,8 +111,8 @@ class JointPlan:
     def __setstate__(self, state: Any) -> None:
         self.__init__(*state)  # type: ignore[misc]
 
-    def begin(self, row: "LayerRun", kind: PassMeasurements) -> RunningPlan | None:
-        """Begin a row. Return how its calls run; None is ordinary backpropagation."""
+    def begin(self, row: "LayerRun", kind: PassMeasurements) -> Pass:
+        """Begin this thread's pass through a row."""
         now = getattr(self._running, "now", {})
         at, is_first = self._place(row, now)
         if is_first:
@@ -120,6 +120,7 @@ class JointPlan:
         now[at] = kind, None
         kinds, whole = self._known.get(_first(now), ({}, None))
         share = self.shares[at] if at < len(self.rows) else 0
+        own = None
         if whole is not None and kinds.get(at) is kind:
             start = sum(len(one.sizes) for k, one in kinds.items() if k < at)
             parts = whole.plan(self.memory)
@@ -130,10 +131,12 @@ class JointPlan:
             own = tuple(part.moved(-start) for part in parts[first:last])
         elif whole is None and kind.is_measured and share >= kind.least_bytes:
             own = kind.plan(share)
-        else:
-            return RunningPlan((), kind.tied, partial(self._late, now, at))
         now[at] = kind, own
-        return None if kind.is_ordinary(own) else RunningPlan(own, kind.tied)
+        late = partial(self._late, now, at) if own is None else None
+        is_ordinary = own is not None and kind.is_ordinary(own)
+        begun = Pass(kind, None if is_ordinary else RunningPlan(own or (), kind.tied, late))
+        self._running.open = row, begun
+        return begun
 
     def _place(self, row: "LayerRun", now: "_Running") -> tuple[int, bool]:
         """Return a row's place in a pass, and whether the pass begins with it. More steps than
@@ -145,10 +148,6 @@ class JointPlan:
             return first, True
         places = (k for k in range(last + 1, len(self.rows)) if self.rows[k] is row)
         return next(places, last + 1), False
-
-    def enter(self, row: "LayerRun", now: Pass) -> None:
-        """Note that this thread's pass has begun a row."""
-        self._running.open = row, now
 
     def is_in(self, row: "LayerRun", number: int) -> bool:
         """Return whether this thread's pass has begun a row, and may come to a call of it."""

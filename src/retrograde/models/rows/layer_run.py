@@ -354,8 +354,7 @@ class LayerRun:
             self.kept.update(self._alive())
             sample.made = [[*map(ref, tensors_in(given.state))]]
             return Pass(kind, RunningPlan((), kind.tied, partial(kind.late_plan, 0)))
-        self.joint_plan.enter(self, now := Pass(kind, self.joint_plan.begin(self, kind)))
-        return now
+        return self.joint_plan.begin(self, kind)
 
     def _measure(
         self, kind: PassMeasurements, at: int, given: Arguments,

@@ -199,7 +199,9 @@ class RecomputedCall:
         task, reruns = backward_pass(), self.unit.reruns
         args, kwargs, ours = self._arguments(state)
         tape = LeanTape(True, task) if lean else None
-        refill = _Refill(self, ours, tape, ends=not whole and reruns.may_end)
+        are_written = all(reruns.final.get(k, True) for k in reruns.last)  # when they are saved
+        ends = not whole and reruns.ends_early is not False and are_written
+        refill = _Refill(self, ours, tape, ends=ends)
         first = reruns.ends_early is None and refill.ends
         noted = Values(self.unit.surroundings.found) if first else None
         result = None
@@ -207,7 +209,9 @@ class RecomputedCall:
             hooks = saved_tensors_hooks(refill.pack, recipes.unpack)  # type: ignore[arg-type]
             with torch.enable_grad(), self._again(), tape or nullcontext(), hooks:
                 result = self.unit.forward(*args, **kwargs)
-            refill.finish()
+            refill.compared.settle()
+            if refill.compared.number != len(self.forms):
+                raise self._differs()
         except _EndedError:
             pass
         except Exception as error:
@@ -275,12 +279,6 @@ class _Refill:
         """Return what ends the run. An error of ours might be taken for an operator's own."""
         self.error = error
         return _EndedError()
-
-    def finish(self) -> None:
-        """Compare what is left when the call has returned."""
-        self.compared.settle()
-        if self.compared.number != len(self.call.forms):
-            raise self.call._differs()
 
 
 _filled: dict[int, list[ref[RecomputedCall]]] = {}  # by backward pass: calls that ran again
