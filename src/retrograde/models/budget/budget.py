@@ -212,7 +212,14 @@ def _divided(model: nn.Module, memory: Memory, sample: object) -> Division:
     total = as_bytes(memory, ordinary := kept.ordinary)
     most = kept.least(least) if total < least else kept.within(total, least)
     if most > total:
-        raise BudgetError(_too_little(memory, total, most, ordinary, needs), most)
+        largest = max(needs, key=lambda one: one.used(one.minimum_bytes))
+        raise BudgetError(
+            f"the memory {as_given(memory, total, ordinary)}, but the budgeted modules need at "
+            f"least {most} bytes ({format_bytes(most)}) together, that is {most / ordinary:.2%} of "
+            f"ordinary backpropagation's; most of it is for {largest.title}: raise the budget, or "
+            "make the batch or the state smaller",
+            most,
+        )
     left = tuple(one.name for one in watched if not one.calls)
     known = [one.seconds for one in needs]
     times = zip(*filter(None, known), strict=True) if None not in known else ((), ())
@@ -333,11 +340,8 @@ def _watched(
     the rest of it holds. The last result is those of parts for which a budget would gain nothing.
     If a layer turns out to be in no run, it is added to ``refused``, and the model runs again."""
     while True:
-        watched: list[Watched] = [
-            WatchedModule(name, m, name or type(model).__name__)
-            for name, m in model.named_modules()
-            if isinstance(m, nn.RNNBase)
-        ]
+        modules = ((name, m) for name, m in model.named_modules() if isinstance(m, nn.RNNBase))
+        watched: list[Watched] = [WatchedModule(*one) for one in modules]
         watched += [WatchedRow(run, order.tied_from(run)) for run in order.preferred]
         rest = RestOfModel(order.fill)
         try:
@@ -385,15 +389,3 @@ def _divide(needs: Sequence[Watched], total: int) -> list[int]:
         return sum(one.used(part) for one, part in zip(needs, parts(share), strict=True))
 
     return parts(bisect_right(fits, total, key=used) - 1)
-
-
-def _too_little(
-    memory: Memory, total: int, least: int, ordinary: int, needs: Sequence[Watched]
-) -> str:
-    most = max(needs, key=lambda one: one.used(one.minimum_bytes))
-    return (
-        f"the memory {as_given(memory, total, ordinary)}, but the budgeted modules need at least "
-        f"{least} bytes ({format_bytes(least)}) together, that is {least / ordinary:.2%} of "
-        f"ordinary backpropagation's; most of it is for {most.title}: raise the budget, or make "
-        "the batch or the state smaller"
-    )

@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf
@@ -128,17 +128,13 @@ def noted(model: nn.Module) -> Iterator[ModuleCall]:
         own = sum(t.nbytes for t in found if id(t) not in theirs)
         call.held = sum(one.held for one in call.inside) if call.inside else own
 
-    handles = []
-    for module in model.modules():
-        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        # Before other hooks: what one of them returns in place of a result is not the layer's.
-        handles.append(module.register_forward_hook(after, prepend=True, with_kwargs=True))
-    try:
-        with torch.no_grad():
-            yield top
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, torch.no_grad():
+        for module in model.modules():
+            hooks.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+            # Before other hooks: what one of them returns in place of a result is not the layer's.
+            late = module.register_forward_hook(after, prepend=True, with_kwargs=True)
+            hooks.callback(late.remove)
+        yield top
 
 
 class CallOrder:

@@ -37,8 +37,8 @@ _MOST_CALLS = 2000  # of one plan, which takes seconds for more
 class Watched(ABC):
     """A module or a run of layers that will get a part of a budget, and its calls."""
 
-    def __init__(self, name: str, title: str, rows: Iterable[LayerRun] = ()) -> None:
-        self.name, self.title, self.called_rows = name, title, [*rows]
+    def __init__(self, name: str, rows: Iterable[LayerRun] = ()) -> None:
+        self.name, self.title, self.called_rows = name, name, [*rows]
         self.calls = Counter[Hashable]()  # by kind of input
         self.sizes: dict[Hashable, tuple[int, int]] = {}  # least and ordinary bytes of each kind
         self.held: dict[tuple[Hashable, int], int] = {}  # by kind and budget, between the passes
@@ -92,9 +92,9 @@ class WatchedModule(Watched):
 
     useless = False
 
-    def __init__(self, name: str, module: nn.RNNBase, title: str) -> None:
-        super().__init__(name, title)
-        self.module = module
+    def __init__(self, name: str, module: nn.RNNBase) -> None:
+        super().__init__(name)
+        self.module, self.title = module, name or type(module).__name__
         with self._named():
             self.twin = twin(module)
 
@@ -194,13 +194,13 @@ class WatchedRow(Watched):
     def __init__(self, layers: Layers, tied: Tied) -> None:
         self.row = LayerRun([(c.name, c.module) for c in layers], [c.slot for c in layers], tied)
         name = " … ".join(call.name for call in layers[:: max(1, len(layers) - 1)])
-        super().__init__(name, name, [self.row])
+        super().__init__(name, [self.row])
 
     def give(self, part: int) -> Iterable[tuple[Watched, int]]:
         self.row.joint_plan = joint_plan = JointPlan([self.row], part, [part])
-        if len(self.kinds) == 1:
-            joint_plan.knows({0: self.kinds[0]}, self.kinds[0])
-            self.seconds = self.kinds[0].seconds(part)
+        if len(self.times) == 1:
+            joint_plan.knows({0: self.times[0].kind}, self.times[0].kind)
+            self.seconds = self.times[0].kind.seconds(part)
         return [(self, part)]
 
     @contextmanager
@@ -208,15 +208,17 @@ class WatchedRow(Watched):
         self.row.sample = sample = OnSample(rest)
         self.row.install()
         yield
-        self.row.sample, self.numbers = None, sample.numbers[1:]
-        self.kinds = [one for one in sample.kinds if one.is_measured]  # the model ran to their end
-        for kind in {id(kind): kind for kind in self.kinds}.values():
+        self.row.sample = None
+        times = [*map(partial(_Time, self), sample.kinds, sample.numbers[1:])]
+        self.times = [one for one in times if one.kind.is_measured]  # the model ran to their end
+        self.is_whole = self.times == times
+        for kind in {id(one.kind): one.kind for one in self.times}.values():
             kind.settle()
-        for kind in self.kinds:
-            self.count(kind)
+        for one in self.times:
+            self.count(one.kind)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Time:
     """One time that the model runs a row, and the numbers of its calls."""
 
@@ -232,7 +234,7 @@ class WatchedRows(Watched):
     def __init__(self, times: Sequence[_Time], waits: Sequence[OutputLifetime]) -> None:
         self.rows = [*dict.fromkeys(one.row for one in times)]
         names = ", ".join(one.name for one in self.rows)
-        super().__init__(names, names, [one.row for one in self.rows])
+        super().__init__(names, [one.row for one in self.rows])
         self.times, self.kinds, self.waits = times, [one.kind for one in times], waits
         self.all = PassMeasurements.of_rows(self.kinds, waits)
         self.count(self.all)
@@ -258,14 +260,9 @@ class WatchedRows(Watched):
     @classmethod
     def join(cls, watched: Sequence[Watched], elsewhere: RestOfModel) -> list[Watched]:
         """Return the parts, with rows in place of each row, if these do not overlap."""
-        rows = [one for one in watched if isinstance(one, WatchedRow) and one.kinds]
-        times = [
-            _Time(one, kind, numbers)
-            for one in rows
-            for kind, numbers in zip(one.kinds, one.numbers, strict=False)
-        ]
-        times.sort(key=lambda one: one.numbers[0])
-        ended = all(len(one.kinds) == len(one.numbers) for one in rows)
+        rows = [one for one in watched if isinstance(one, WatchedRow) and one.times]
+        times = sorted((time for one in rows for time in one.times), key=lambda one: one.numbers[0])
+        ended = all(one.is_whole for one in rows)
         apart = all(one.numbers[-1] < after.numbers[0] for one, after in pairwise(times))
         few = sum(len(one.kind.sizes) for one in times) <= _MOST_CALLS
         if len(times) < 2 or not (ended and apart and few):

@@ -154,8 +154,6 @@ class Phases:
 
 def do_most(unit: Recomputable, *args: Any, **kwargs: Any) -> Any:
     """Run a unit so that it does the most that random numbers may decide."""
-    if unit.fill is None:
-        return unit.forward(*args, **kwargs)
     with filling(unit.fill):
         return unit.forward(*args, **kwargs)
 

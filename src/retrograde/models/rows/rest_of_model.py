@@ -271,8 +271,11 @@ def draw(fill: float | None) -> None:
 
 @contextmanager
 def filling(fill: float | None) -> Iterator[None]:
-    """Let a few numbers be near to ``fill`` in a block, which leaves no trace in Python's and
-    NumPy's generators."""
+    """Let a few numbers be near to ``fill`` in a block, if it is given. That leaves no trace in
+    Python's and NumPy's generators."""
+    if fill is None:
+        yield
+        return
     numpy: Any = np.random.get_state
     before = random.getstate(), numpy()
     draw(fill)

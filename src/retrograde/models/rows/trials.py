@@ -6,7 +6,6 @@ The call runs by itself, without the graph that its arguments came from, and lea
 import gc
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from weakref import ref
@@ -76,11 +75,7 @@ def _tried(
         noted = Noted(reruns)
         args, kwargs, entered = RerunArguments(given).enter(given.leaves)
         ours.update(map(id, entered))
-        with (
-            nullcontext() if fill is None else filling(fill),
-            saved_tensors_hooks(pack, lambda t: t),
-            bytes_made,
-        ):
+        with filling(fill), saved_tensors_hooks(pack, lambda t: t), bytes_made:
             result = forward(*args, **kwargs)
         noted.settle()
         return result
