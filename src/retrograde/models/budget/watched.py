@@ -171,20 +171,16 @@ class WatchedModule(Watched):
         return min(least, ordinary), ordinary
 
     def _note_held(self, kind: Hashable, plain: Callable[[], Any], given: Any) -> None:
-        """Note what a call holds within its least budget, and without one, if that is little."""
-        before, self.twin.memory = self.twin.memory, self.sizes[kind][0]
+        """Note what the graph of a call holds beyond its results, within the least budget and
+        without one, if that is little."""
+        self.twin.memory = self.sizes[kind][0]
         calls: Sequence[Any] = (partial(self.twin, *given[0], **given[1]), plain)
         for call, size in zip(calls, self.sizes[kind], strict=True):
             if size <= FEW_BYTES:
-                self.held[kind, size] = min(size, _held_by(call))
-        self.twin.memory = before
-
-
-def _held_by(call: Callable[[], Any]) -> int:
-    """Return what the graph of a call holds beyond its results."""
-    with MEASURING, unpacked(), torch.enable_grad():
-        given = sum(memory_of(tensors_in(call())).values())
-        return max(0, measure(call).retained_bytes - given)
+                with MEASURING, unpacked(), torch.enable_grad():
+                    results = sum(memory_of(tensors_in(call())).values())
+                    held = measure(call).retained_bytes - results
+                self.held[kind, size] = min(size, max(0, held))
 
 
 class WatchedRow(Watched):

@@ -6,6 +6,7 @@ same bits of gradients (rule 11).
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -67,18 +68,10 @@ class Phases:
         self.unit.surroundings.restore(self.begun)
         if way == TURNED:  # the very state, for a copy would be one more beside a turned gradient's
             self.state = [*self.given]
-            return
-        copies: dict[int, torch.UntypedStorage] = {}
-        for t in self.given:
-            memory = t.untyped_storage()
-            if self.first:  # its memory is the caller's, and may be larger
-                self.state.append(t.detach().clone())
-                continue
-            if memory.data_ptr() not in copies:
-                copies[memory.data_ptr()] = memory.clone()  # type: ignore[no-untyped-call]
-            copy = torch.empty(0, dtype=t.dtype, device=t.device)
-            at = t.storage_offset(), t.shape, t.stride()
-            self.state.append(copy.set_(copies[memory.data_ptr()], *at))  # type: ignore[call-overload]
+        elif self.first:  # its memory is the caller's, and may be larger
+            self.state = [t.detach().clone() for t in self.given]
+        else:  # which copies each memory once
+            self.state = deepcopy([t.detach() for t in self.given])
 
     def advance(self) -> None:
         args, kwargs, _ = self._arguments()

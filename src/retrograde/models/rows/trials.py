@@ -61,20 +61,18 @@ def _tried(
     tensors = tensors_in(given.leaves)
     versions = [version(t) for t in tensors]
     saved: list[ref[Tensor]] = []
-    reruns, ours = Reruns(counts=False), set[int]()
-    noted, bytes_made = Noted(reruns), ResultBytes()
-
-    def pack(t: Tensor) -> Tensor:
-        saved.append(ref(held := t.detach()))
-        if not is_free(t, ours):
-            noted.add(t)
-        return held
+    reruns, bytes_made = Reruns(counts=False), ResultBytes()
 
     def call() -> Any:
-        nonlocal noted
-        noted = Noted(reruns)
         args, kwargs, entered = RerunArguments(given).enter(given.leaves)
-        ours.update(map(id, entered))
+        noted, ours = Noted(reruns), {*map(id, entered)}
+
+        def pack(t: Tensor) -> Tensor:
+            saved.append(ref(held := t.detach()))
+            if not is_free(t, ours):
+                noted.add(t)
+            return held
+
         with filling(fill), saved_tensors_hooks(pack, lambda t: t), bytes_made:
             result = forward(*args, **kwargs)
         noted.settle()
