@@ -299,15 +299,16 @@ def is_free(t: Tensor, ours: set[int]) -> bool:
 
 
 class Waiting:
-    """Lives as long as the graph of a result, until that goes back."""
+    """Lives as long as the graph of a result, or of the last of several, until that goes back."""
 
     over = False
 
     @classmethod
-    def of(cls, result: object) -> "ref[Waiting]":
-        waiting = cls()
+    def of(cls, result: object, known: "Waiting | None" = None) -> "ref[Waiting]":
+        waiting = known or cls()
         node = next((t.grad_fn for t in tensors_in(result) if t.grad_fn is not None), None)
         if node is not None:
+            waiting.over = False
             node.register_prehook(lambda _: setattr(waiting, "over", True))
         return ref(waiting)
 
@@ -328,6 +329,7 @@ class RunningPlan:
     opened: list[Part] | None = None
     task: int = -1  # the backward pass in which it was opened
     context: Any = None  # of autocast
+    waiting: Callable[[], Waiting | None] = lambda: None  # for the gradients of its calls' results
 
     def run(
         self, number: int, unit: Recomputable, forward: Callable[..., Any], given: Arguments,
@@ -360,7 +362,8 @@ class RunningPlan:
             else:
                 result = call.run(forward, given)
         if once:
-            unit.reruns.latest = self.context, Waiting.of(result)
+            self.waiting = Waiting.of(result, self.waiting())
+            unit.reruns.latest = self.context, self.waiting
         if call is not None and grouped:
             call.before = before
             self.calls[number] = ref(call)
