@@ -66,6 +66,8 @@ class ChainFit:
         minimum_bytes: the least budget.
         ordinary_bytes: the memory of ordinary backpropagation.
         peak_bytes: the predicted peak of the plan.
+        seconds: the predicted time of an iteration.
+        ordinary_seconds: the same for ordinary backpropagation.
     """
 
     names: tuple[str, ...]
@@ -75,21 +77,13 @@ class ChainFit:
     minimum_bytes: int
     ordinary_bytes: int
     peak_bytes: int
+    seconds: float
+    ordinary_seconds: float
 
     @property
     def ordinary(self) -> bool:
         """Whether ordinary backpropagation fits the budget. If so, it is what runs."""
         return self.parts == kept_whole(self.sizes)
-
-    @property
-    def ordinary_seconds(self) -> float:
-        """The predicted time of an iteration of ordinary backpropagation."""
-        return sum(size.forward_seconds + size.backward_seconds for size in self.sizes)
-
-    @property
-    def seconds(self) -> float:
-        """The predicted time of an iteration."""
-        return self.ordinary_seconds + seconds_of(self.sizes, self.parts)
 
     @property
     def forward_layers(self) -> int:
@@ -208,6 +202,7 @@ class Sequential(nn.Sequential):
         if (kind := self._kind(shaped(input, self))) is None:
             raise NotExactError(_NOTHING)
         plan = kind.plan(allowed := as_bytes(self.memory, kind.ordinary_bytes))
+        seconds, ordinary = kind.seconds(allowed)
         return ChainFit(
             names=tuple(unit.name for unit in kind.units),
             sizes=(*kind.sizes,),
@@ -216,6 +211,8 @@ class Sequential(nn.Sequential):
             minimum_bytes=kind.least_bytes,
             ordinary_bytes=kind.ordinary_bytes,
             peak_bytes=peak_of(kind.sizes, plan),
+            seconds=seconds,
+            ordinary_seconds=ordinary,
         )
 
     def _run_within(self, memory: Memory, input: object) -> Any:
@@ -316,7 +313,6 @@ def _check_options(backward: Any, algorithm: Any, levels: Any, memory: Memory | 
 
 
 def measure_network(layers: Layers, input: object, repeats: int) -> Chain:
-    """Measure the layers of a network, and time each ``repeats`` times."""
     weights = [p for _, layer in layers for p in layer.parameters()]
     if not any(t.requires_grad for t in (*tensors_in(input), *weights)):
         raise NotExactError(_NOTHING)
@@ -384,7 +380,6 @@ def measured(
 
 
 def _try(layers: Layers, value: object) -> Recomputable:
-    """Try a unit of some layers."""
     given, name = Arguments((value,)), "-".join(dict.fromkeys((layers[0][0], layers[-1][0])))
     if (reason := given.refusal()) is not None:
         raise NotExactError(f"layer {name} {reason}")

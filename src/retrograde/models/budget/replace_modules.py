@@ -39,13 +39,10 @@ def twin(module: nn.RNNBase) -> BudgetedRNN:
     if it may compute something else: an unknown class, or a replaced ``forward``."""
     kind = _class_for(module)
     other: Any = kind.__new__(kind)
-    fresh: dict[str, Any] = {}
-    for base in _OURS.values():
-        if issubclass(kind, base):
-            fresh = vars(base(1, 1, device="meta"))
+    ours = (base for base in _OURS.values() if issubclass(kind, base))
+    fresh = next((vars(base(1, 1, device="meta")) for base in ours), {})
     vars(other).update({**fresh, **vars(module), "memory": None})
-    hooks = [name for name in vars(other) if name.endswith("_hooks")]
-    vars(other).update({name: OrderedDict() for name in hooks})
+    vars(other).update({name: OrderedDict() for name in vars(other) if name.endswith("_hooks")})
     if "schedule" in vars(other):
         other.schedule = None
     return cast(BudgetedRNN, other)

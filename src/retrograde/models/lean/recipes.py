@@ -160,7 +160,6 @@ class Box:
         return self.keep(result)
 
     def let_go(self, recipe: "Recipe", value: Tensor) -> None:
-        """Keep a recipe instead of a value."""
         turn = _turn(4)
         with without_dispatch(), below_autograd():
             self.recipe, self.seen, self.data = recipe, (turn, glance(value, turn)), None
@@ -212,7 +211,6 @@ class Recipe:
     over: bool = False  # whether the result takes the place of the first argument
 
     def open(self) -> Tensor:
-        """Compute the value."""
         call: Any = self.operation.over if self.over else self.operation.call
         result = call(*map(_opened, self.args), **self.keywords)
         found: Tensor = result if isinstance(result, Tensor) else result[self.nr]

@@ -68,7 +68,6 @@ class Noted(_Watched):
         self._group: list[int] = []  # saved by the newest node
 
     def add(self, t: Tensor) -> None:
-        """Note a tensor that is saved."""
         number = self._begin()
         self._group.append(number)
         rare = self.turn and number not in self.reruns.last and (number + self.turn) % _EVERY

@@ -36,8 +36,7 @@ class Pass:
     kind: PassMeasurements
     calls: RunningPlan | None  # None if ordinary backpropagation runs
     next: int = 0  # the number of the next call
-    handed: list[Hashable] = field(default_factory=list)  # where the tensors lie that it is given
-    made: list[Hashable] = field(default_factory=list)  # and those that the last call made, or None
+    made: list[Hashable] = field(default_factory=list)  # where the results of the last one lie
     last: RecomputedCall | None = None  # of the layer before, if it is dropped; riders may follow
 
     def made_of(self, given: Arguments) -> list[Tensor | None]:
@@ -57,19 +56,12 @@ class Handed:
         return Handed, ()
 
     def on(self, now: Pass, tensors: Iterable[Tensor]) -> None:
-        """Let a pass wait for some tensors."""
-        for at in now.handed:
-            self._found.pop(at, None)
-        now.handed = []
-        for t in tensors:
-            now.handed.append(at := where(t))
-            self._found[at] = now, version(t), StorageWeakRef(t.untyped_storage())
-
-    def forget(self) -> None:
-        """Forget passes that ended early, whose tensors are gone."""
-        for at, (*_, storage) in [*self._found.items()]:
-            if storage.expired():
+        """Let a pass wait for some tensors. Others that ended early are forgotten with theirs."""
+        for at, (waiting, _, storage) in [*self._found.items()]:
+            if waiting is now or storage.expired():
                 self._found.pop(at, None)
+        for t in tensors:
+            self._found[where(t)] = now, version(t), StorageWeakRef(t.untyped_storage())
 
     def to(self, tensors: Iterable[Tensor]) -> Pass | None:
         """Return the pass that waits for one of some tensors, which nobody wrote to since then."""

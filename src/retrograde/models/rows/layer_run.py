@@ -305,7 +305,6 @@ class LayerRun:
         k, part = self.parts[number]
         active = [k for k, one in enumerate(self.layers) if not passes_through(one[0])]
         if part == 0 and active[:1] == [k] and state:
-            self.handed.forget()
             return self._begin(active, given)
         if k not in active:
             return None

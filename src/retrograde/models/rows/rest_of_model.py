@@ -253,7 +253,6 @@ class Filling(TorchFunctionMode):
         return result
 
     def look(self, func: Any, result: Any) -> None:
-        """Look at the result of a function."""
         few = isinstance(result, Tensor) and result.numel() <= _FEW and result.is_floating_point()
         if few and getattr(func, "__name__", "") in _DRAWS:
             self.drawn += 1
