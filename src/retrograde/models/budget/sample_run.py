@@ -130,8 +130,8 @@ def bytes_of_a_pass(model: nn.Module, sample: object, fill: float | None) -> int
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Restore, after the block, everything that a forward pass changes in a model (rule 3): random
-    states, buffers, gradients, hooks, and the attributes of all modules."""
+    """Restore, after the block, everything that a forward pass changes in a model (rule 3). These
+    are random states, buffers, gradients, hooks, and the attributes of all modules."""
     found = find_referents([model, *hooks_of_all()])
     parts = found.parts()
     devices = {t.device for t in (*model.parameters(), *model.buffers())} or {torch.device("cpu")}

@@ -23,6 +23,7 @@ from retrograde.models.rows.joint_plan import JointPlan
 from retrograde.models.rows.layer_run import LayerRun, OnSample, Tied
 from retrograde.models.rows.rest_of_model import RestOfModel
 from retrograde.plan.calls import OutputLifetime, peak_of
+from retrograde.recurrent.base import BudgetedRNN
 from retrograde.recurrent.weights import last_weights
 from retrograde.run.transforms import refuse_transforms, uncompiled
 from retrograde.sizes.allocations import measure
@@ -95,8 +96,7 @@ class WatchedModule(Watched):
     def __init__(self, name: str, module: nn.RNNBase) -> None:
         super().__init__(name)
         self.module, self.title = module, name or type(module).__name__
-        with self._named():
-            self.twin = twin(module)
+        self.twin: BudgetedRNN = self._named(lambda: twin(module))
 
     def give(self, part: int) -> Iterable[tuple[Watched, int]]:
         self.twin.memory = part
@@ -137,8 +137,7 @@ class WatchedModule(Watched):
             sizes = (tuple(one.batch_sizes.tolist()) for one in packed)
             kind = (*map(signature, given), *sizes)
             if kind not in self.sizes:
-                with self._named():
-                    self.sizes[kind] = self._ask(args, kwargs)
+                self.sizes[kind] = self._named(lambda: self._ask(args, kwargs))
             self.calls[kind] += 1
             if self.calls[kind] == FEW_STEPS:  # it is called step by step
                 self._note_held(kind, partial(run, *args, **kwargs), (args, kwargs))
@@ -151,11 +150,10 @@ class WatchedModule(Watched):
 
         return forward
 
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Name the module in a refusal."""
+    def _named(self, ask: Callable[[], Any]) -> Any:
+        """Return an answer; a refusal names the module."""
         try:
-            yield
+            return ask()
         except CellError as refusal:
             raise NotExactError(f"{self.title}: {refusal}") from refusal
 

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
 from typing import Any
@@ -129,20 +130,17 @@ class RestOfModel(TorchFunctionMode):
                 one = self._memory[key] = _Memory(StorageWeakRef(storage), storage.nbytes())
             if not one.tensors:
                 one.since, one.left = max(one.since, now), math.inf
-            one.tensors[id(t)] = ref(t, self._forgets(key, one, id(t)))
+            one.tensors[id(t)] = ref(t, partial(self._forget, key, one, id(t)))
             found.append(one)
         return found
 
-    def _forgets(self, key: int, one: _Memory, tensor: int) -> Any:
-        def forget(_: object) -> None:
-            one.tensors.pop(tensor, None)
-            if not one.tensors:
-                one.left = len(self._begins)
-                one.close(len(self._begins), 0)
-                if not one.spans:
-                    self._memory.pop(key, None)
-
-        return forget
+    def _forget(self, key: int, one: _Memory, tensor: int, _: object) -> None:
+        one.tensors.pop(tensor, None)
+        if not one.tensors:
+            one.left = len(self._begins)
+            one.close(len(self._begins), 0)
+            if not one.spans:
+                self._memory.pop(key, None)
 
     def _walk(self, *roots: Any) -> None:
         """Note, for each output of a node in the graph, the last node that reads it, its bytes, and

@@ -110,8 +110,8 @@ def _tried(
 
 
 class Leave(torch.autograd.Function):
-    """The end of a recorded call, whose backward pass takes the gradients out of ``seeds``, while
-    ``torch.autograd.grad`` would hold those passed to it until it returns."""
+    """The end of a recorded call, whose backward pass takes the gradients out of ``seeds``.
+    ``torch.autograd.grad`` would hold gradients passed to it until it returns."""
 
     @staticmethod
     def forward(ctx: Any, seeds: list[Tensor], *state: Tensor) -> Tensor:
@@ -192,9 +192,9 @@ _OPTIONS, _TABLES = (bool, int, float, str, type(None)), {dict, OrderedDict, set
 
 
 def architecture_key(parts: Sequence[nn.Module]) -> Hashable:
-    """Return a description of some modules, equal for modules that behave alike: their classes,
-    options and sizes, and which of them share a module or a tensor. It is None unless all are
-    torch's own, without hooks."""
+    """Return a description of some modules, equal for modules that behave alike. It has their
+    classes, options and sizes, and which of them share a module or a tensor. It is None unless all
+    are torch's own, without hooks."""
     numbers: dict[int, int] = {}
 
     def number(value: object) -> int:
