@@ -206,11 +206,11 @@ def million_steps(run: Run) -> None:
 @contextmanager
 def unchecked() -> Iterator[None]:
     """Patch fingerprints out in a block: everything has the same, at no cost."""
-    from retrograde.models.rows import checks, rerun_arguments
+    from retrograde.models.rows import arguments, checks
     from retrograde.run import prints
 
     with ExitStack() as stack:
-        for module in (rerun_arguments, checks, prints):
+        for module in (arguments, checks, prints):
             # Not a Mock, whose call takes as long as a fingerprint.
             patch = mock.patch.multiple(module, fingerprint=lambda *_: 0, verify=lambda *_: None)
             stack.enter_context(patch)

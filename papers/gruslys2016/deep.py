@@ -22,9 +22,8 @@ from gruslys2016.planned import planned_memory
 from retrograde.errors import BudgetError
 from retrograde.figures.memory import Curve
 from retrograde.machine import machine_of
-from retrograde.models.chain_plans import ChainFit
 from retrograde.models.profile import profile
-from retrograde.models.sequential import Sequential
+from retrograde.models.sequential import ChainFit, Sequential
 from retrograde.plan.chains import (
     chain_minimum,
     plan_chain,

@@ -18,7 +18,7 @@ import retrograde as rg
 from oracles.hooks import CHANGES, Changed
 from oracles.processes import join, leave, spawn
 from retrograde.errors import BudgetError, CellError, RetrogradeError, UnitError
-from retrograde.models import chain_plans
+from retrograde.models import sequential
 from retrograde.models.rows import call_sizes, trials
 from retrograde.models.rows.arguments import Arguments
 from retrograde.models.rows.rerun import DROPPED, DROPPED_LEAN, LEAN, RecomputedCall
@@ -852,14 +852,14 @@ def test_layers_of_one_make_are_measured_once(name, monkeypatch):
     monkeypatch.setattr(
         call_sizes, "measure_phases", lambda *a, **b: calls.append(0) or real(*a, **b)
     )
-    kind = chain_plans.measured(layers, x, call_sizes.Plans())
+    kind = sequential.measured(layers, x, call_sizes.Plans())
     assert len(calls) == most <= len(kind.sizes)
     calls.clear()
     monkeypatch.setattr(call_sizes, "architecture_key", lambda _: None)
     by_class, apart = call_sizes.Plans(), call_sizes.Plans()
     apart.seen = Forgetful()
     for plans in (by_class, apart):
-        found = chain_plans.measured(layers, x, plans)
+        found = sequential.measured(layers, x, plans)
         assert len(calls) == len(found.sizes)
         assert [*map(in_bytes, kind.sizes)] == [*map(in_bytes, found.sizes)]
         calls.clear()
@@ -911,7 +911,7 @@ def test_a_rerun_that_ends_early_notices_draws_of_another_thread():
     threading.Thread(target=done.wait, daemon=True).start()
     try:
         given = Arguments((torch.ones(9, 9),))
-        unit = trials.try_call("0", Disturbed(), [Disturbed()], given).unit
+        unit = trials.try_call("0", Disturbed(), [Disturbed()], given)
         x = torch.ones(9, 9, requires_grad=True)
         call = RecomputedCall(unit, Arguments((x,)), lean=False)
         y = call.run(unit.forward, Arguments((x,)))
@@ -934,7 +934,7 @@ class Writing(nn.Module):
 
 def test_a_dropped_layer_that_writes_to_its_input_later_only_is_refused():
     writing, x = Writing(), torch.randn(50, 6)
-    unit = trials.try_call("0", writing, [writing], Arguments((x,))).unit
+    unit = trials.try_call("0", writing, [writing], Arguments((x,)))
     RecomputedCall(unit, Arguments((x,)), lean=False).run(writing, Arguments((x,)))
     writing.unseen.calls = 1
     with pytest.raises(CellError, match="layer 0 writes in place to what it is given"):

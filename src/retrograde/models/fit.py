@@ -18,9 +18,8 @@ from retrograde.cells.unroll import CellCall, refuse_compiled
 from retrograde.errors import NotExactError
 from retrograde.models.budget.replace_modules import twin
 from retrograde.models.budget.sample_run import untouched
-from retrograde.models.chain_plans import ChainFit
 from retrograde.models.rows.arguments import tensors_in
-from retrograde.models.sequential import Sequential
+from retrograde.models.sequential import ChainFit, Sequential
 from retrograde.plan.fit import Fit
 from retrograde.recurrent.weights import last_weights, over_weights, stand_ins
 from retrograde.replay.trees import flatten_inputs
@@ -59,7 +58,7 @@ def fit(
 
     Returns:
         A :class:`~retrograde.plan.fit.Fit`; for a chain a
-        :class:`~retrograde.models.chain_plans.ChainFit`. ``seconds`` are predicted from timed steps
+        :class:`~retrograde.models.sequential.ChainFit`. ``seconds`` are predicted from timed steps
         of a cell, or timed layers of a chain. A recurrent module runs a few times for them.
 
     Raises:
@@ -91,10 +90,9 @@ def fit(
         return timed(twin(cell)._fit_within(memory, inputs, state), cell, inputs, state)
     if isinstance(cell, nn.Sequential) and not stateful:
         if state is not None:
-            raise NotExactError(
-                f"got a state, a {type(state).__name__}, for a Sequential: expected none"
-            )
-        return Sequential(OrderedDict(cell._modules))._fit_within(memory, inputs)
+            kind = type(state).__name__
+            raise NotExactError(f"got a state, a {kind}, for a Sequential: expected none")
+        return Sequential(OrderedDict(cell._modules), memory=memory).fit(inputs)
     if isinstance(cell, Recurrent):
         call, cell, state = cell._call_of(inputs, state)
         call = replace(call, memory=memory, schedule=None)

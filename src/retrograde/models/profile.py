@@ -12,7 +12,7 @@ from torch import nn
 from retrograde.cells.as_cell import as_cell
 from retrograde.cells.cell import Cell, examine, later_state
 from retrograde.errors import NotExactError
-from retrograde.models.chain_plans import measure_network
+from retrograde.models.sequential import measure_network, named_layers
 from retrograde.replay.switches import autocast_as_now
 from retrograde.replay.trees import flatten, flatten_state
 from retrograde.run.layout import Straight, check_length
@@ -127,7 +127,7 @@ def profile(
     if isinstance(cell, nn.Sequential):
         if state is not None:
             raise NotExactError("a Sequential has no state: expected profile(net, sample)")
-        return measure_network(cell, x, repeats)
+        return measure_network(named_layers(cell), x, repeats)
     if isinstance(cell, nn.RNNBase):
         raise NotExactError(
             f"profile measures one step of a cell, and a {type(cell).__name__} has none: expected "

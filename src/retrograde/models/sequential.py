@@ -1,29 +1,106 @@
 """``torch.nn.Sequential`` within a byte budget, or backpropagated by a parallel scan.
 
-With ``memory=`` alone, the layers are a chain that runs by a schedule
-(:mod:`retrograde.models.chain_plans`). With ``backward="scan"``, the backward pass is a scan over
-Jacobians (:mod:`retrograde.scan.chain_scan`), and ``memory`` bounds the bytes of these.
+With ``memory=`` alone, the first call for a kind of input tries every layer, measures it, and finds
+a plan for the budget (:mod:`retrograde.plan.calls`). Later calls look these up. A layer that writes
+to its input (an in-place ReLU), or only reshapes it (``Flatten``), shares memory with the layer
+before it. Both become one *unit*, so no later layer writes to what is kept. Measured times decide
+which plan is fastest, and they vary. So another process may follow another plan; its gradient is
+the same, bit for bit.
+
+With ``backward="scan"``, the backward pass is a scan over Jacobians
+(:mod:`retrograde.scan.chain_scan`), and ``memory`` bounds the bytes of these.
 """
 
+import warnings
 from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from retrograde.errors import NotExactError, ScanError
-from retrograde.models.chain_plans import CHAINS, ChainFit, ChainPlans, named_layers
+from retrograde.models.rows.arguments import Arguments, made_by, tensors_in, tied, with_nodes
+from retrograde.models.rows.call_sizes import PassMeasurements, Plans, larger
+from retrograde.models.rows.phases import do_most
+from retrograde.models.rows.rerun import Recomputable, RunningPlan
+from retrograde.models.rows.trials import try_call
+from retrograde.plan.calls import CallSizes, Part, Way, kept_whole, peak_of, seconds_of
+from retrograde.run.core import unsaved
 from retrograde.run.states import shaped
-from retrograde.run.transforms import uncompiled
+from retrograde.run.transforms import besides_forward, uncompiled
 from retrograde.scan.chain_scan import SCAN_CHOICES, ChainScan, ScanChoice
 from retrograde.scan.sparse.feedforward import Algorithm
 from retrograde.scan.sparse.rules import register_layer
 from retrograde.scan.sparse.transposed import room
+from retrograde.schedule import Chain
 from retrograde.sizes.cache import LRUCache
-from retrograde.units import Memory, parse_memory
+from retrograde.units import Memory, as_bytes, format_bytes, parse_memory
 
+Layers = Sequence[tuple[str, nn.Module]]
 _OPTIONS = ("memory", "backward", "algorithm", "levels")
 _ALGORITHMS = ("auto", "linear", "blelloch", "hybrid")
+_MOST_UNITS = 200  # a plan for more takes long: neighbours are taken together
+_WRITES = (
+    "layer {} writes in place to {}, which is used again: expected it to leave that as it is; give "
+    "it inplace=False, or let it return a new tensor"
+)
+_NOTHING = (
+    "there is nothing to backpropagate: expected a layer with a parameter, or an input, that "
+    "requires a gradient, and no meta or fake tensors"
+)
+
+
+@dataclass(frozen=True, eq=False)
+class ChainFit:
+    """The plan of the layers of a ``Sequential`` for a budget; ``print`` shows it.
+
+    Attributes:
+        names: of the layers; those that share memory have one name.
+        sizes: of each layer's call.
+        parts: how each call is kept.
+        budget_bytes: the budget.
+        minimum_bytes: the least budget.
+        ordinary_bytes: the memory of ordinary backpropagation.
+        peak_bytes: the predicted peak of the plan.
+        seconds: the predicted time of an iteration.
+        ordinary_seconds: the same for ordinary backpropagation.
+    """
+
+    names: tuple[str, ...]
+    sizes: tuple[CallSizes, ...]
+    parts: tuple[Part, ...]
+    budget_bytes: int
+    minimum_bytes: int
+    ordinary_bytes: int
+    peak_bytes: int
+    seconds: float
+    ordinary_seconds: float
+
+    @property
+    def ordinary(self) -> bool:
+        """Whether ordinary backpropagation fits the budget. If so, it is what runs."""
+        return self.parts == kept_whole(self.sizes)
+
+    @property
+    def forward_layers(self) -> int:
+        """The number of layers that run forward, each as often as it runs."""
+        kept, dropped = Way(0, 0, 0, again_seconds=1.0), Way(0, 0, 0, seconds=1.0, dropped=True)
+        units = [CallSizes(0, 0, 0, 1.0, (kept, kept, dropped, dropped))] * len(self.sizes)
+        return len(units) + round(seconds_of(units, self.parts))
+
+    def __str__(self) -> str:
+        ratio = self.seconds / (self.ordinary_seconds or 1.0)
+        return (
+            f"{format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)} allowed; "
+            f"ordinary backpropagation holds {format_bytes(self.ordinary_bytes)}, and "
+            f"{format_bytes(self.minimum_bytes)} would do\n"
+            f"{self.forward_layers} layers run forward for {len(self.names)}: {self.seconds:.3g} s "
+            f"an iteration, {ratio:.2f} times ordinary backpropagation's"
+        )
 
 
 class Sequential(nn.Sequential):
@@ -79,7 +156,7 @@ class Sequential(nn.Sequential):
         self.backward, self.algorithm, self.levels = backward, algorithm, levels
         self.memory = memory
         self._scan_choices: LRUCache[ScanChoice] = LRUCache(most=SCAN_CHOICES)
-        self._plans = ChainPlans()
+        self._plans = Plans()
 
     @uncompiled
     def forward(self, input: object) -> Any:
@@ -100,8 +177,8 @@ class Sequential(nn.Sequential):
         found = None
         if self.backward is not None:
             found = self._scan().run(_flat(self), input)
-        elif self.memory is not None:
-            found = self._plans.run(self, self.memory, input)
+        elif self.memory is not None and torch.is_grad_enabled():
+            found = self._run_within(self.memory, input)
         return super().forward(input) if found is None else found  # type: ignore[no-untyped-call]
 
     def fit(self, input: object) -> ChainFit:
@@ -111,7 +188,7 @@ class Sequential(nn.Sequential):
             input: as for a call, or a shape; every layer is measured on an input like it.
 
         Returns:
-            A :class:`~retrograde.models.chain_plans.ChainFit`; ``print`` shows it.
+            A :class:`~retrograde.models.sequential.ChainFit`; ``print`` shows it.
 
         Raises:
             BudgetError: as for a call.
@@ -122,11 +199,47 @@ class Sequential(nn.Sequential):
                 f"memory={self.memory!r} and backward={self.backward!r}: expected a memory and no "
                 "backward; only layers within a budget have a schedule"
             )
-        return self._fit_within(self.memory, shaped(input, self))
+        if (kind := self._kind(shaped(input, self))) is None:
+            raise NotExactError(_NOTHING)
+        plan = kind.plan(allowed := as_bytes(self.memory, kind.ordinary_bytes))
+        seconds, ordinary = kind.seconds(allowed)
+        return ChainFit(
+            names=tuple(unit.name for unit in kind.units),
+            sizes=(*kind.sizes,),
+            parts=plan,
+            budget_bytes=allowed,
+            minimum_bytes=kind.least_bytes,
+            ordinary_bytes=kind.ordinary_bytes,
+            peak_bytes=peak_of(kind.sizes, plan),
+            seconds=seconds,
+            ordinary_seconds=ordinary,
+        )
 
-    def _fit_within(self, memory: Memory, input: object) -> ChainFit:
-        """Return the result of :meth:`fit` for another budget; nothing is changed."""
-        return self._plans.fit(self, memory, input)
+    def _run_within(self, memory: Memory, input: object) -> Any:
+        """Return the last layer's output, or None where torch's own pass should run."""
+        if (kind := self._kind(input)) is None:
+            return None
+        plan = kind.plan(allowed := as_bytes(memory, kind.ordinary_bytes))
+        if kind.is_ordinary(plan) and not kind.most:
+            return None
+        row, before, value, made = RunningPlan(plan, kind.tied), None, input, list[Tensor | None]()
+        grown = list[str]()
+        for number, unit in enumerate(kind.units):
+            given = Arguments((value,))
+            with kind.watched(number, [self], given, made if number else None) as grew:
+                value, before = row.run(number, unit, unit.forward, given, made, before)
+            made = made_by(value, given.leaves if unit.fill is None else ())
+            grown += grew
+        if grown and (need := peak_of(kind.sizes, plan)) > allowed:
+            warnings.warn(larger(grown[0], need, allowed, kind), stacklevel=4)
+        return value
+
+    def _kind(self, input: object) -> PassMeasurements | None:
+        """Return what is known of the layers for an input of this kind. It is None if nothing
+        requires a gradient, or a tensor is not real."""
+        layers = named_layers(self)
+        find = partial(measured, layers, input, self._plans)
+        return self._plans.kind_of([layer for _, layer in layers], Arguments((input,)), find)
 
     def explain(self, input: Tensor) -> ScanChoice:
         """Return the scan that a call would use, and the reason; nothing is trained.
@@ -157,7 +270,6 @@ class Sequential(nn.Sequential):
         return ", ".join(f"{k}={v!r}" for k, v in options if v not in (None, "auto"))
 
 
-CHAINS.add(Sequential)
 # A chain inside another layer is part of that layer's Jacobian.
 register_layer(Sequential, parts=lambda net: nn.Sequential(*net))
 
@@ -165,6 +277,21 @@ register_layer(Sequential, parts=lambda net: nn.Sequential(*net))
 def _flat(net: nn.Sequential) -> list[nn.Module]:
     """Return the layers, with the layers of nested chains in place of these."""
     return [one for _, one in named_layers(net, all_chains=True)]
+
+
+def named_layers(net: nn.Module, *, all_chains: bool = False, prefix: str = "") -> Layers:
+    """Return the layers with dotted names, those of nested chains one by one. A chain with hooks
+    stays whole, and so does one with its own budget or scan unless ``all_chains``."""
+    found: list[tuple[str, nn.Module]] = []
+    for name, layer in net._modules.items():  # one layer may stand in it twice
+        assert layer is not None
+        asked = [vars(layer).get(option) for option in ("memory", "backward")]
+        opens = type(layer) in (nn.Sequential, Sequential) and (all_chains or asked == [None, None])
+        if opens and besides_forward(layer) is None:
+            found += named_layers(layer, all_chains=all_chains, prefix=f"{prefix}{name}.")
+        else:
+            found.append((f"{prefix}{name}", layer))
+    return found
 
 
 def _check_options(backward: Any, algorithm: Any, levels: Any, memory: Memory | None) -> None:
@@ -183,3 +310,100 @@ def _check_options(backward: Any, algorithm: Any, levels: Any, memory: Memory | 
         parse_memory(memory)
     elif memory is not None:
         room(memory, torch.device("cpu"))  # raises if it cannot be read
+
+
+def measure_network(layers: Layers, input: object, repeats: int) -> Chain:
+    weights = [p for _, layer in layers for p in layer.parameters()]
+    if not any(t.requires_grad for t in (*tensors_in(input), *weights)):
+        raise NotExactError(_NOTHING)
+    kind = measured(layers, input, Plans(), repeats)
+    sizes = kind.sizes  # of calls that are kept whole
+    held, forward, record, backward = [], [], [], []
+    for size in sizes:
+        way, output = size.ways[0], size.output_bytes
+        held.append(way.held_bytes + output)
+        forward.append(max(0, size.forward_bytes - size.noted_bytes - output))
+        record.append(max(0, way.first_bytes - size.noted_bytes - held[-1]))
+        ends = size.input_bytes + output * (1 + way.keeps_output)
+        backward.append(max(0, way.backward_bytes - way.held_bytes - ends))
+    return Chain(
+        forward_seconds=[size.forward_seconds for size in sizes],
+        backward_seconds=[size.backward_seconds for size in sizes],
+        output_bytes=[size.output_bytes for size in sizes],
+        internal_bytes=held,
+        forward_transient_bytes=forward,
+        record_transient_bytes=record,
+        backward_transient_bytes=backward,
+        keeps_input=[size.ways[0].keeps_input for size in sizes],
+        keeps_output=[size.ways[0].keeps_output for size in sizes],
+        names=[unit.name for unit in kind.units],
+        input_bytes=sizes[0].input_bytes,
+        overhead_bytes=sum(size.noted_bytes + size.left_bytes for size in sizes),
+    )
+
+
+def measured(
+    layers: Layers, input: object, plans: Plans, repeats: int | None = None
+) -> PassMeasurements:
+    """Divide layers into units, and try and measure each, on an input. A layer that cannot be run
+    exactly is refused by its name."""
+    together = -(-len(layers) // _MOST_UNITS)
+    kind = PassMeasurements(tied=tied(layer.parameters() for _, layer in layers))
+    made, value = None, _alone(input)
+    tried = _try(layers[:1], value)
+    if tried.writes:
+        raise NotExactError(_WRITES.format(layers[0][0], "the chain's input"))
+    while layers:
+        after, size = tried, 1
+        while size < len(layers):
+            after = _try(layers[size : size + 1], _result(tried, value))
+            begins = not kind.units and not tried.is_apart
+            if after.is_apart and not (after.writes or begins or size < together):
+                break
+            size += 1
+            tried = _try(layers[:size], value)
+            if tried.writes:
+                whose = (
+                    f"what layer {layers[0][0]} was given" if kind.units else "the chain's input"
+                )
+                raise NotExactError(_WRITES.format(layers[size - 1][0], whose))
+        modules, given = [layer for _, layer in layers[:size]], Arguments((value,))
+        # The unit's result is not held meanwhile, but computed once more.
+        found = plans.measure(tried, modules, given, made, kind.tied, repeats)
+        kind.add(tried, found)
+        if size < len(layers):
+            value = _result(tried, value)
+            made = made_by(value, given.leaves)
+        layers, tried = layers[size:], after
+    kind.settle()
+    return kind
+
+
+def _try(layers: Layers, value: object) -> Recomputable:
+    given, name = Arguments((value,)), "-".join(dict.fromkeys((layers[0][0], layers[-1][0])))
+    if (reason := given.refusal()) is not None:
+        raise NotExactError(f"layer {name} {reason}")
+    modules = [layer for _, layer in layers]
+
+    def forward(value: object) -> Any:
+        for layer in modules:
+            value = layer(value)
+        return value
+
+    return try_call(name, forward, modules, given)
+
+
+def _result(unit: Recomputable, value: object) -> Any:
+    """Run a unit, and leave no trace."""
+    with unit.surroundings.measured(), unsaved():
+        return _alone(do_most(unit, value))
+
+
+def _alone(value: object) -> Any:
+    """Return a value without the graph that it came from; its tensors require what they did."""
+
+    def alone(t: Tensor) -> Tensor:
+        return with_nodes([t])[0] if t.requires_grad else t.detach()
+
+    with torch.enable_grad():
+        return pytree.tree_map_only(Tensor, alone, value)

@@ -36,13 +36,13 @@ from retrograde.models.budget.replace_modules import is_chain
 from retrograde.models.budget.sample_run import (
     bytes_of_a_pass,
     called_in_turn,
+    run_watched,
     untouched,
-    what_is_elsewhere,
 )
 from retrograde.models.budget.watched import Watched, WatchedModule, WatchedRow, WatchedRows
 from retrograde.models.rows.arguments import tensors_in
-from retrograde.models.rows.layer_run import LayerRun, RefusedLayerError, install, released
-from retrograde.models.rows.rest_of_model import draw
+from retrograde.models.rows.layer_run import RefusedLayerError, install, released
+from retrograde.models.rows.rest_of_model import RestOfModel, draw
 from retrograde.recurrent.base import BudgetedRNN
 from retrograde.run.transforms import is_unreal
 from retrograde.units import Memory, aligned, as_bytes, as_given, format_bytes, parse_memory
@@ -212,7 +212,14 @@ def _divided(model: nn.Module, memory: Memory, sample: object) -> Division:
     total = as_bytes(memory, ordinary := kept.ordinary)
     most = kept.least(least) if total < least else kept.within(total, least)
     if most > total:
-        raise BudgetError(_too_little(memory, total, most, ordinary, needs), most)
+        largest = max(needs, key=lambda one: one.used(one.minimum_bytes))
+        raise BudgetError(
+            f"the memory {as_given(memory, total, ordinary)}, but the budgeted modules need at "
+            f"least {most} bytes ({format_bytes(most)}) together, that is {most / ordinary:.2%} of "
+            f"ordinary backpropagation's; most of it is for {largest.title}: raise the budget, or "
+            "make the batch or the state smaller",
+            most,
+        )
     left = tuple(one.name for one in watched if not one.calls)
     known = [one.seconds for one in needs]
     times = zip(*filter(None, known), strict=True) if None not in known else ((), ())
@@ -223,26 +230,17 @@ def _divided(model: nn.Module, memory: Memory, sample: object) -> Division:
 
 
 class _Kept:
-    """A budget that is kept, as a pass on the sample shows.
-
-    Attributes:
-        shares: of the parts, as they were given last.
-        peak: the working memory of a pass with these; 0 if it raises.
-        elsewhere: what the rest of the model holds.
-        rest: its own peak, if that is more than the parts ever add to what it holds.
-    """
+    """A budget that is kept, as a pass on the sample shows."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        sample: object,
-        fill: float | None,
-        needs: Sequence[Watched],
+        self, model: nn.Module, sample: object, fill: float | None, needs: Sequence[Watched],
         held: int,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.model, self.sample, self.fill, self.needs = model, sample, fill, needs
         self.ordinary = sum(one.used(one.ordinary_bytes) for one in needs)
-        self.elsewhere, self.rest, self.peak = held, 0, 0
+        self.elsewhere = held  # what the rest of the model holds
+        self.rest = 0  # its own peak, if that is more than the parts ever add to what it holds
+        self.peak = 0  # the working memory of a pass with these shares; 0 if it raises
         self.shares: dict[str, Share] = {}
         self.are_rows = all(one.called_rows for one in needs)
 
@@ -251,7 +249,7 @@ class _Kept:
         self.shares = {}
         for one, part in zip(self.needs, _divide(self.needs, total), strict=True):
             for each, size in one.give(part):
-                calls = sum(each.calls.values())
+                calls = each.calls.total()
                 self.shares[each.name] = Share(calls, size, each.minimum_bytes, each.ordinary_bytes)
         install(self.model, [row for one in self.needs for row in one.called_rows])
         self.peak = bytes_of_a_pass(self.model, self.sample, self.fill)
@@ -340,35 +338,25 @@ def _watched(
 ) -> tuple[list[Watched], int, int]:
     """Run the model on the sample. Return its parts with their calls and sizes, and the bytes that
     the rest of it holds. The last result is those of parts for which a budget would gain nothing.
-
-    If a layer turns out not to be one of a run, it is added to ``refused``, and the model runs
-    again.
-    """
+    If a layer turns out to be in no run, it is added to ``refused``, and the model runs again."""
     while True:
-        watched: list[Watched] = [
-            WatchedModule(name, m, name or type(model).__name__)
-            for name, m in model.named_modules()
-            if isinstance(m, nn.RNNBase)
-        ]
+        modules = ((name, m) for name, m in model.named_modules() if isinstance(m, nn.RNNBase))
+        watched: list[Watched] = [WatchedModule(*one) for one in modules]
         watched += [WatchedRow(run, order.tied_from(run)) for run in order.preferred]
-        events = list[LayerRun]()
+        rest = RestOfModel(order.fill)
         try:
             with released(model), untouched(model), torch.enable_grad(), ExitStack() as stack:
                 for one in watched:
-                    stack.enter_context(one.watched())
-                rows = [one.row for one in watched if isinstance(one, WatchedRow)]
-                for row in rows:
-                    row.events = events
-                modules = [one for one in watched if isinstance(one, WatchedModule)]
+                    stack.enter_context(one.watched(rest))
                 draw(order.fill)
-                elsewhere = what_is_elsewhere(model, sample, [*rows, *modules], order.fill)
+                run_watched(model, sample, rest)
         except RefusedLayerError as refusal:
             refused[refusal.name] = refusal.reason
             order.refuse(type(refusal.layer))
             continue
-        watched = WatchedRows.join(watched, elsewhere)
+        watched = WatchedRows.join(watched, rest)
         joined = [time for one in watched if isinstance(one, WatchedRows) for time in one.times]
-        held = elsewhere.held_bytes([time.numbers for time in joined])
+        held = rest.held_bytes([time.numbers for time in joined])
         useful = [one for one in watched if not one.useless] or watched  # else errors name a least
         without = [one for one in watched if one not in useful]
         refused |= {one.name: _NO_USE for one in without}
@@ -401,15 +389,3 @@ def _divide(needs: Sequence[Watched], total: int) -> list[int]:
         return sum(one.used(part) for one, part in zip(needs, parts(share), strict=True))
 
     return parts(bisect_right(fits, total, key=used) - 1)
-
-
-def _too_little(
-    memory: Memory, total: int, least: int, ordinary: int, needs: Sequence[Watched]
-) -> str:
-    most = max(needs, key=lambda one: one.used(one.minimum_bytes))
-    return (
-        f"the memory {as_given(memory, total, ordinary)}, but the budgeted modules need at least "
-        f"{least} bytes ({format_bytes(least)}) together, that is {least / ordinary:.2%} of "
-        f"ordinary backpropagation's; most of it is for {most.title}: raise the budget, or make "
-        "the batch or the state smaller"
-    )

@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections import Counter, defaultdict
 from collections.abc import Collection, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf
@@ -40,30 +40,19 @@ _SMALL = 1 / 64  # of the model's bytes: a run with less is ignored
 
 @dataclass(eq=False)
 class ModuleCall:
-    """One call of a module. It has numbers instead of tensors, so that it keeps none alive.
-
-    Attributes:
-        checkpoints: whether torch.utils.checkpoint runs it, or a call within it.
-        given: the numbers of the tensors in each argument that has some, by position or name. A
-            write to a tensor gives it another number.
-        slot: the argument that is the state, in a run.
-        made: the numbers of the returned tensors that lie in memory of their own.
-        refusal: why it cannot be a layer of a run, or None; "" if a user could not help it.
-        inside: the calls within it.
-        takes: the bytes of its first argument.
-        held: the bytes of all tensors returned within it.
-    """
+    """One call of a module. It has numbers instead of tensors, so that it keeps none alive. A write
+    to a tensor gives it another number."""
 
     name: str
     module: nn.Module
-    checkpoints: bool = False
-    given: dict[int | str, set[int]] = field(default_factory=dict)
-    slot: int | str = 0
-    made: set[int] = field(default_factory=set)
-    refusal: str | None = None
-    inside: list["ModuleCall"] = field(default_factory=list)
-    takes: int = 0
-    held: int = 0
+    checkpoints: bool = False  # whether torch.utils.checkpoint runs it, or a call within it
+    given: dict[int | str, set[int]] = field(default_factory=dict)  # by argument: its tensors
+    slot: int | str = 0  # the argument that is the state, in a run
+    made: set[int] = field(default_factory=set)  # returned tensors that lie in memory of their own
+    refusal: str | None = None  # why it can be no layer of a run; "" if a user could not help it
+    inside: list["ModuleCall"] = field(default_factory=list)  # the calls within it
+    takes: int = 0  # the bytes of its first argument
+    held: int = 0  # the bytes of all tensors returned within it
 
     def slot_of(self, numbers: Collection[int]) -> int | str | None:
         """Return the first argument that has a tensor with one of these numbers."""
@@ -140,39 +129,31 @@ def noted(model: nn.Module) -> Iterator[ModuleCall]:
         own = sum(t.nbytes for t in found if id(t) not in theirs)
         call.held = sum(one.held for one in call.inside) if call.inside else own
 
-    handles = []
-    for module in model.modules():
-        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-        # Before other hooks: what one of them returns in place of a result is not the layer's.
-        handles.append(module.register_forward_hook(after, prepend=True, with_kwargs=True))
-    try:
-        with torch.no_grad():
-            yield top
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, torch.no_grad():
+        for module in model.modules():
+            hooks.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
+            # Before other hooks: what one of them returns in place of a result is not the layer's.
+            late = module.register_forward_hook(after, prepend=True, with_kwargs=True)
+            hooks.callback(late.remove)
+        yield top
 
 
 class CallOrder:
     """The calls of a model, and the runs of layers among them."""
 
-    def __init__(self, top: ModuleCall) -> None:
+    def __init__(self, top: ModuleCall, fill: float | None = None) -> None:
         self.top, self.every = top, [*_all(top)]
         self.whole = sum(call.held for call in top.inside)
         self.times = Counter(id(call.module) for call in self.every)
-        self.ready = {id(call) for call in self.every if call.refusal is None}
         self.tied = tied(one.module.parameters(recurse=not one.inside) for one in self.every)
-        self.names = [call.name for call in self.every]
         self.preferred: list[Layers] = []  # the runs that should become chains
         self.refused: dict[str, str] = {}  # those that cannot, and the reasons
-        self.fill: float | None = None  # what numbers are to be drawn, so that all layers run
+        self.fill = fill  # what numbers are to be drawn, so that all layers run
 
     def runs(self) -> list[Layers]:
-        """Return the runs of calls, the outermost possible; small runs are ignored.
-
-        Layers may be called several times, if always in the same run. Others divide a run. A run
-        of one call is one of no others.
-        """
+        """Return the runs of calls, the outermost possible; small runs are ignored. Layers may be
+        called several times, if always in the same run. Others divide a run. A run of one call is
+        one of no others."""
         opened, whole = (self._runs(self.top, large) for large in (_OPENED * self.whole, inf))
         found: list[Layers] = [[]]
         for same in _alike(self._divided(min(whole, opened, key=self._least))):
@@ -188,9 +169,8 @@ class CallOrder:
         for call in self.every:
             holds[id(call.module)] += call.held
         sums = [sum(holds[one] for one in {id(c.module) for c in run}) for run in found]
-        found = [
-            run for run, held in zip(found, sums, strict=True) if len(run) > 1 and held >= least
-        ]
+        pairs = zip(found, sums, strict=True)
+        found = [run for run, held in pairs if len(run) > 1 and held >= least]
         taken = {id(call) for run in found for call in run}
         return found + [[call] for call in self._alone(self.top, taken) if call.held >= least]
 
@@ -229,7 +209,7 @@ class CallOrder:
         for call in around.inside:
             if id(call) in taken:
                 continue
-            ready = call.name and id(call) in self.ready and self.times[id(call.module)] == 1
+            ready = call.name and call.refusal is None and self.times[id(call.module)] == 1
             if not ready or any(id(one) in taken for one in _all(call)):
                 yield from self._alone(call, taken)
             elif call.inside:
@@ -251,18 +231,15 @@ class CallOrder:
                 found.extend(within if is_run or _is_better(within, call) else [])
             current.clear()
 
-        calls = _opened(around, self.ready)
+        calls = _opened(around)
         uses = _uses(calls)
         for call in calls:
-            if (
-                current
-                and is_inplace_activation(call.module)
-                and call.given.get(0) == current[-1].made
-            ):
+            rides = current and is_inplace_activation(call.module)
+            if rides and call.given.get(0) == current[-1].made:
                 current.append(call)
                 continue
             within = self._runs(call, large) if call.held > large else []
-            if id(call) not in self.ready or _is_better(within, call):
+            if call.refusal is not None or _is_better(within, call):
                 close()
                 found.extend(within or self._runs(call, large))
                 continue
@@ -285,7 +262,9 @@ class CallOrder:
 
     def refuse(self, kind: type[nn.Module]) -> None:
         """Leave the layers of a class out of all runs, for one of them was refused."""
-        self.ready -= {id(one) for one in self.every if type(one.module) is kind}
+        for call in self.every:
+            if type(call.module) is kind:
+                call.refusal = call.refusal or ""
         self.preferred = self.runs()
 
     def _least(self, runs: list[Layers]) -> int:
@@ -318,16 +297,13 @@ def _is_better(runs: list[Layers], call: ModuleCall) -> bool:
     return sum(held) >= _NEARLY_ALL * call.held > 0 and 4 * max(held) < 3 * call.held
 
 
-def _opened(around: ModuleCall, ready: set[int]) -> list[ModuleCall]:
-    """Return the calls within one call.
-
-    A ``Sequential`` is replaced by the calls within it, and so is a module that only calls one
-    layer after the other.
-    """
+def _opened(around: ModuleCall) -> Layers:
+    """Return the calls within one call, with those within a ``Sequential`` in place of it. So is a
+    module replaced that only calls one layer after the other."""
     found = []
     for call in around.inside:
-        layers = _opened(call, ready) if call.inside else []
-        if layers and (_is_sequential(call.module) or _is_straight(call, layers, ready)):
+        layers = _opened(call) if call.inside else []
+        if layers and (_is_sequential(call.module) or _is_straight(call, layers)):
             found += layers
         elif not passes_through(call.module):
             found.append(call)
@@ -339,18 +315,16 @@ def _is_sequential(module: nn.Module) -> bool:
     return calls and besides_forward(module) is None
 
 
-def _is_straight(call: ModuleCall, layers: Layers, ready: set[int]) -> bool:
+def _is_straight(call: ModuleCall, layers: Layers) -> bool:
     """Return whether a call only calls its layers in turn, and returns the last one's output."""
-    if id(call) not in ready:
+    if call.refusal is not None or is_inplace_activation(layers[0].module):
         return False
     uses = _uses(layers)
-    if is_inplace_activation(layers[0].module) or not layers[0].reads & call.reads:
-        return False
     for layer, after in pairwise(layers):
         if after.slot_of(layer.made) is None or max(uses[n] for n in layer.made) > 1:
             return False
-    usable = all(is_inplace_activation(layer.module) or id(layer) in ready for layer in layers)
-    return usable and layers[-1].made == call.made
+    usable = all(is_inplace_activation(one.module) or one.refusal is None for one in layers)
+    return bool(usable and layers[0].reads & call.reads and layers[-1].made == call.made)
 
 
 def _uses(calls: Layers) -> Counter[int]:

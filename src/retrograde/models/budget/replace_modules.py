@@ -13,7 +13,6 @@ from typing import Any, TypeGuard, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from retrograde.errors import NotExactError
@@ -21,6 +20,7 @@ from retrograde.models.sequential import Sequential
 from retrograde.recurrent.base import BudgetedRNN
 from retrograde.recurrent.modules import GRU, LSTM, RNN
 from retrograde.recurrent.weights import TORCHS_OWN
+from retrograde.run.states import is_real
 
 # torch's classes, even if a program has replaced torch's names by ours.
 _OURS: dict[type[nn.Module], type[BudgetedRNN]] = dict(
@@ -39,13 +39,10 @@ def twin(module: nn.RNNBase) -> BudgetedRNN:
     if it may compute something else: an unknown class, or a replaced ``forward``."""
     kind = _class_for(module)
     other: Any = kind.__new__(kind)
-    fresh: dict[str, Any] = {}
-    for base in _OURS.values():
-        if issubclass(kind, base):
-            fresh = vars(base(1, 1, device="meta"))
+    ours = (base for base in _OURS.values() if issubclass(kind, base))
+    fresh = next((vars(base(1, 1, device="meta")) for base in ours), {})
     vars(other).update({**fresh, **vars(module), "memory": None})
-    hooks = [name for name in vars(other) if name.endswith("_hooks")]
-    vars(other).update({name: OrderedDict() for name in hooks})
+    vars(other).update({name: OrderedDict() for name in vars(other) if name.endswith("_hooks")})
     if "schedule" in vars(other):
         other.schedule = None
     return cast(BudgetedRNN, other)
@@ -68,9 +65,8 @@ def wrapped(kind: type[nn.Module]) -> type[nn.Module] | None:
         return None
     theirs = [c for c in kind.__mro__ if not issubclass(base, c)]
     named = {name for c in (BudgetedRNN, nn.RNNBase, base) for name in vars(c)}
-    changed = {name for c in theirs for name in vars(c)} & named
-    changed = {name for name in changed if not name.startswith("__")} - _FREE
-    return None if changed else base
+    changed = ({name for c in theirs for name in vars(c)} & named) - _FREE
+    return None if any(not name.startswith("__") for name in changed) else base
 
 
 _FREE = {"forward", "extra_repr", "reset_parameters"}  # what a derived class may change
@@ -107,13 +103,11 @@ def _class_for(module: nn.RNNBase) -> type[BudgetedRNN]:
 
 def as_if_recorded(outputs: object, given: Sequence[Tensor]) -> Any:
     """Return outputs that require a gradient as recorded ones do; they may be written to."""
-    if isinstance(outputs, PackedSequence):
-        return outputs._replace(data=as_if_recorded(outputs.data, given))
-    if not isinstance(outputs, Tensor):
-        return pytree.tree_map_only(Tensor, lambda t: as_if_recorded(t, given), outputs)
-    if not (outputs.is_floating_point() or outputs.is_complex()):
-        return outputs
-    return _Historied.apply(outputs.detach(), *given)  # type: ignore[no-untyped-call]
+
+    def recorded(t: Tensor) -> Any:
+        return _Historied.apply(t.detach(), *given) if is_real(t) else t  # type: ignore[no-untyped-call]
+
+    return pytree.tree_map_only(Tensor, recorded, outputs)
 
 
 class _Historied(torch.autograd.Function):

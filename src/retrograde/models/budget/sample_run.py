@@ -7,8 +7,8 @@ rest of the model. The run leaves no trace.
 import random
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,8 @@ from torch import nn
 
 from retrograde.errors import RetrogradeError
 from retrograde.models.budget.call_order import CallOrder, ModuleCall, noted
-from retrograde.models.budget.watched import WatchedModule
 from retrograde.models.rows.arguments import Arguments, tensors_in, unflatten
-from retrograde.models.rows.layer_run import LayerRun, released
+from retrograde.models.rows.layer_run import released
 from retrograde.models.rows.phases import as_accumulated
 from retrograde.models.rows.rest_of_model import FILLS, Filling, RestOfModel, draw, filling
 from retrograde.replay.generators import sources
@@ -58,21 +57,16 @@ def _noted(model: nn.Module, sample: object, fill: float | None = None) -> tuple
         with Filling(fill) as watch, noted(model) as top:
             run_model(model, sample)
         python = before != (random.getstate(), numpy()[2])
-        order = CallOrder(top)
-        order.fill = fill
-        return order, watch.filled.drawn > 0 or python
+        return CallOrder(top, fill), watch.drawn > 0 or python
 
 
 @contextmanager
 def _eager() -> Iterator[None]:
     """Switch off compilation and warnings within a block."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        if "torch._dynamo" not in sys.modules:
-            yield
-            return
-        with torch.compiler.set_stance("force_eager"):
-            yield
+    is_loaded = "torch._dynamo" in sys.modules
+    eager: Any = torch.compiler.set_stance("force_eager") if is_loaded else nullcontext()
+    with warnings.catch_warnings(action="ignore"), eager:
+        yield
 
 
 def run_model(model: nn.Module, sample: object) -> Any:
@@ -99,25 +93,14 @@ _GIVEN: dict[type, str] = {
 }
 
 
-def what_is_elsewhere(
-    model: nn.Module,
-    sample: object,
-    parts: Sequence[LayerRun | WatchedModule],
-    fill: float | None = None,
-) -> RestOfModel:
-    """Run a model whose parts are watched. Return what the rest of it holds, beside its parameters,
+def run_watched(model: nn.Module, sample: object, rest: RestOfModel) -> None:
+    """Run a model whose parts are watched. Note what the rest of it holds, beside its parameters,
     its input and its output: for its backward pass, or for later while a part runs. Masks and the
-    like, which rows are given, are among it: a dropped call holds its arguments. A few numbers that
-    are drawn between the parts are ``fill``, if that is given."""
-    elsewhere = RestOfModel(fill)
-    for part in parts:
-        part.elsewhere = elsewhere
-    hooks = torch.autograd.graph.saved_tensors_hooks(elsewhere.pack, lambda t: t)
-    with hooked("the model"), hooks, elsewhere:
+    like, which rows are given, are among it: a dropped call holds its arguments."""
+    hooks = torch.autograd.graph.saved_tensors_hooks(rest.pack, lambda t: t)
+    with hooked("the model"), hooks, rest:
         output = run_model(model, sample)
-    apart = [*model.parameters(), *model.buffers(), *tensors_in(sample)]
-    elsewhere.finish(apart, tensors_in(output))
-    return elsewhere
+    rest.finish([*model.parameters(), *model.buffers(), *tensors_in(sample)], tensors_in(output))
 
 
 def bytes_of_a_pass(model: nn.Module, sample: object, fill: float | None) -> int:
@@ -150,10 +133,8 @@ def bytes_of_a_pass(model: nn.Module, sample: object, fill: float | None) -> int
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Restore, after the block, everything that a forward pass changes in a model (rule 3).
-
-    These are random states, buffers, gradients, hooks, and the attributes of all modules.
-    """
+    """Restore, after the block, everything that a forward pass changes in a model (rule 3). These
+    are random states, buffers, gradients, hooks, and the attributes of all modules."""
     found = find_referents([model, *hooks_of_all()])
     parts = found.parts()
     devices = {t.device for t in (*model.parameters(), *model.buffers())} or {torch.device("cpu")}

@@ -1,12 +1,12 @@
 """The parts of a model that get a share of its budget, and their calls in the run on a sample."""
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,22 +16,17 @@ from torch.nn.utils.rnn import PackedSequence
 from retrograde.errors import BudgetError, CellError, NotExactError
 from retrograde.machine import MEASURING, unpacked
 from retrograde.models.budget.call_order import Layers
-from retrograde.models.budget.replace_modules import (
-    as_if_recorded,
-    replace_module,
-    twin,
-    wrapped,
-)
-from retrograde.models.rows.arguments import tensors_in
+from retrograde.models.budget.replace_modules import as_if_recorded, replace_module, twin, wrapped
+from retrograde.models.rows.arguments import memory_of, tensors_in
 from retrograde.models.rows.call_sizes import PassMeasurements
 from retrograde.models.rows.joint_plan import JointPlan
-from retrograde.models.rows.layer_run import LayerRun, Tied
+from retrograde.models.rows.layer_run import LayerRun, OnSample, Tied
 from retrograde.models.rows.rest_of_model import RestOfModel
 from retrograde.plan.calls import OutputLifetime, peak_of
 from retrograde.recurrent.base import BudgetedRNN
 from retrograde.recurrent.weights import last_weights
 from retrograde.run.transforms import refuse_transforms, uncompiled
-from retrograde.sizes.allocations import measure_phases
+from retrograde.sizes.allocations import measure
 from retrograde.sizes.cache import signature
 from retrograde.sizes.ordinary import FEW_BYTES, FEW_STEPS
 from retrograde.torch_private import flat_names
@@ -41,31 +36,22 @@ _MOST_CALLS = 2000  # of one plan, which takes seconds for more
 
 
 class Watched(ABC):
-    """A module or a run of layers that will get a part of a budget, and its calls.
+    """A module or a run of layers that will get a part of a budget, and its calls."""
 
-    ``calls`` counts the calls for each kind of input. ``sizes`` has, for each kind, the least bytes
-    and those of ordinary backpropagation.
-    """
-
-    def __init__(self, name: str, title: str) -> None:
-        self.name, self.title = name, title
-        self.calls: dict[Hashable, int] = {}
-        self.sizes: dict[Hashable, tuple[int, int]] = {}
+    def __init__(self, name: str, rows: Iterable[LayerRun] = ()) -> None:
+        self.name, self.title, self.called_rows = name, name, [*rows]
+        self.calls = Counter[Hashable]()  # by kind of input
+        self.sizes: dict[Hashable, tuple[int, int]] = {}  # least and ordinary bytes of each kind
         self.held: dict[tuple[Hashable, int], int] = {}  # by kind and budget, between the passes
         self.seconds: tuple[float, float] | None = None  # of a pass, within its part and without
 
-    def watched(self) -> AbstractContextManager[None]:
-        """Watch its calls within a block."""
+    def watched(self, rest: RestOfModel) -> AbstractContextManager[None]:
+        """Watch its calls within a block; ``rest`` notes what is held besides."""
         return nullcontext()
 
     @abstractmethod
     def give(self, part: int) -> "Iterable[tuple[Watched, int]]":
         """Give it this part of the budget, in bytes, from now on. Return what has a share of it."""
-
-    @property
-    def called_rows(self) -> list[LayerRun]:
-        """The rows that it has."""
-        return []
 
     @property
     def minimum_bytes(self) -> int:
@@ -96,17 +82,10 @@ class Watched(ABC):
         least = self.minimum_bytes
         return least + max(0, self.ordinary_bytes - least) * share // of
 
-    def _seen(self, kind: Hashable, ask: Callable[[], tuple[int, int]]) -> None:
-        """Count a call; ``ask`` finds its bytes if its kind of input is new."""
-        if kind not in self.sizes:
-            self.sizes[kind] = self._named(ask)
-        self.calls[kind] = self.calls.get(kind, 0) + 1
-
-    def _named(self, ask: Callable[[], Any]) -> Any:
-        try:
-            return ask()
-        except CellError as refusal:
-            raise NotExactError(f"{self.title}: {refusal}") from refusal
+    def count(self, measured: PassMeasurements) -> None:
+        """Count a pass of layers that were measured."""
+        self.sizes[id(measured)] = measured.least_bytes, measured.ordinary_bytes
+        self.calls[id(measured)] += 1
 
 
 class WatchedModule(Watched):
@@ -114,11 +93,10 @@ class WatchedModule(Watched):
 
     useless = False
 
-    def __init__(self, name: str, module: nn.RNNBase, title: str) -> None:
-        super().__init__(name, title)
-        self.module = module
+    def __init__(self, name: str, module: nn.RNNBase) -> None:
+        super().__init__(name)
+        self.module, self.title = module, name or type(module).__name__
         self.twin: BudgetedRNN = self._named(lambda: twin(module))
-        self.elsewhere: RestOfModel | None = None  # what is held besides, in the run on a sample
 
     def give(self, part: int) -> Iterable[tuple[Watched, int]]:
         self.twin.memory = part
@@ -126,14 +104,14 @@ class WatchedModule(Watched):
         return [(self, part)]
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
+    def watched(self, rest: RestOfModel) -> Iterator[None]:
         """Watch torch's forward pass of the module, even if a derived class wraps it."""
         kind, base = type(self.module), wrapped(type(self.module))
         if base is None:
-            vars(self.module)["forward"] = self._watch(self.module.forward)
+            vars(self.module)["forward"] = self._watch(self.module.forward, rest)
             yield
             return
-        run = self._watch(partial(base.forward, self.module))
+        run = self._watch(partial(base.forward, self.module), rest)
         inner = type(
             base.__name__, (base,), {"forward": lambda _, *args, **more: run(*args, **more)}
         )
@@ -143,7 +121,7 @@ class WatchedModule(Watched):
         finally:
             self.module.__class__ = kind
 
-    def _watch(self, run: Callable[..., Any]) -> Callable[..., Any]:
+    def _watch(self, run: Callable[..., Any], rest: RestOfModel) -> Callable[..., Any]:
         """Return a forward pass that runs the module, notes its arguments, and records nothing."""
 
         @uncompiled
@@ -158,18 +136,26 @@ class WatchedModule(Watched):
             packed = [value for value in values if isinstance(value, PackedSequence)]
             sizes = (tuple(one.batch_sizes.tolist()) for one in packed)
             kind = (*map(signature, given), *sizes)
-            self._seen(kind, lambda: self._ask(args, kwargs))
+            if kind not in self.sizes:
+                self.sizes[kind] = self._named(lambda: self._ask(args, kwargs))
+            self.calls[kind] += 1
             if self.calls[kind] == FEW_STEPS:  # it is called step by step
                 self._note_held(kind, partial(run, *args, **kwargs), (args, kwargs))
-            assert self.elsewhere is not None
-            self.elsewhere.begin(values, counts=False)
+            rest.begin(values, counts=False)
             with torch.no_grad():
                 outputs = run(*args, **kwargs)
             outputs = as_if_recorded(outputs, used)
-            self.elsewhere.end(outputs)
+            rest.end(outputs)
             return outputs
 
         return forward
+
+    def _named(self, ask: Callable[[], Any]) -> Any:
+        """Return an answer; a refusal names the module."""
+        try:
+            return ask()
+        except CellError as refusal:
+            raise NotExactError(f"{self.title}: {refusal}") from refusal
 
     def _ask(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, int]:
         """Return the least bytes for a call, and those of ordinary backpropagation."""
@@ -183,23 +169,16 @@ class WatchedModule(Watched):
         return min(least, ordinary), ordinary
 
     def _note_held(self, kind: Hashable, plain: Callable[[], Any], given: Any) -> None:
-        """Note what a call holds within its least budget, and without one, if that is little."""
-        before, self.twin.memory = self.twin.memory, self.sizes[kind][0]
+        """Note what the graph of a call holds beyond its results, within the least budget and
+        without one, if that is little."""
+        self.twin.memory = self.sizes[kind][0]
         calls: Sequence[Any] = (partial(self.twin, *given[0], **given[1]), plain)
         for call, size in zip(calls, self.sizes[kind], strict=True):
             if size <= FEW_BYTES:
-                self.held[kind, size] = min(size, _held_by(call))
-        self.twin.memory = before
-
-
-def _held_by(call: Callable[[], Any]) -> int:
-    """Return what the graph of a call holds beyond its results."""
-    kept = list[Any]()
-    with MEASURING, unpacked(), torch.enable_grad():
-        memory = [t.untyped_storage() for t in tensors_in(call())]
-        given = sum({one.data_ptr(): one.nbytes() for one in memory}.values())
-        phase, _ = measure_phases([lambda: kept.append(call()), kept.clear])
-    return max(0, phase.growth() - given)
+                with MEASURING, unpacked(), torch.enable_grad():
+                    results = sum(memory_of(tensors_in(call())).values())
+                    held = measure(call).retained_bytes - results
+                self.held[kind, size] = min(size, max(0, held))
 
 
 class WatchedRow(Watched):
@@ -207,37 +186,33 @@ class WatchedRow(Watched):
     their calls are dropped."""
 
     def __init__(self, layers: Layers, tied: Tied) -> None:
-        super().__init__(run_name(layers), run_name(layers))
         self.row = LayerRun([(c.name, c.module) for c in layers], [c.slot for c in layers], tied)
-
-    @property
-    def called_rows(self) -> list[LayerRun]:
-        return [self.row]
+        name = " … ".join(call.name for call in layers[:: max(1, len(layers) - 1)])
+        super().__init__(name, [self.row])
 
     def give(self, part: int) -> Iterable[tuple[Watched, int]]:
-        self.row.joint_plan = joint_plan = JointPlan([self.row])
-        joint_plan.memory, joint_plan.shares = part, [part]
-        if len(self.kinds) == 1:
-            joint_plan.knows({0: self.kinds[0]}, self.kinds[0])
-            self.seconds = self.kinds[0].seconds(part)
+        self.row.joint_plan = joint_plan = JointPlan([self.row], part, [part])
+        if len(self.times) == 1:
+            joint_plan.knows({0: self.times[0].kind}, self.times[0].kind)
+            self.seconds = self.times[0].kind.seconds(part)
         return [(self, part)]
 
     @contextmanager
-    def watched(self) -> Iterator[None]:
-        self.row.seen = seen = list[PassMeasurements]()
-        self.row.numbers, self.row.kept = [[]], set()
+    def watched(self, rest: RestOfModel) -> Iterator[None]:
+        self.row.sample = sample = OnSample(rest)
         self.row.install()
         yield
-        self.row.seen, self.row.made, self.row.events, self.row.elsewhere = None, [], [], None
-        self.row.results = []
-        self.kinds = [kind for kind in seen if kind.is_measured]  # the model ran these to their end
-        for kind in {id(kind): kind for kind in self.kinds}.values():
+        self.row.sample = None
+        times = [*map(partial(_Time, self), sample.kinds, sample.numbers[1:])]
+        self.times = [one for one in times if one.kind.is_measured]  # the model ran to their end
+        self.is_whole = self.times == times
+        for kind in {id(one.kind): one.kind for one in self.times}.values():
             kind.settle()
-        for kind in self.kinds:
-            self._seen(id(kind), partial(attrgetter("least_bytes", "ordinary_bytes"), kind))
+        for one in self.times:
+            self.count(one.kind)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Time:
     """One time that the model runs a row, and the numbers of its calls."""
 
@@ -253,25 +228,21 @@ class WatchedRows(Watched):
     def __init__(self, times: Sequence[_Time], waits: Sequence[OutputLifetime]) -> None:
         self.rows = [*dict.fromkeys(one.row for one in times)]
         names = ", ".join(one.name for one in self.rows)
-        super().__init__(names, names)
+        super().__init__(names, [one.row for one in self.rows])
         self.times, self.kinds, self.waits = times, [one.kind for one in times], waits
         self.all = PassMeasurements.of_rows(self.kinds, waits)
-        self._seen(0, lambda: (self.all.least_bytes, self.all.ordinary_bytes))
-
-    @property
-    def called_rows(self) -> list[LayerRun]:
-        return [one.row for one in self.rows]
+        self.count(self.all)
 
     def give(self, part: int) -> Iterable[tuple[Watched, int]]:
-        joint_plan = JointPlan([one.row.row for one in self.times], self.waits)
-        joint_plan.memory, plan, start = part, self.all.plan(part), 0
-        joint_plan.knows(dict(enumerate(self.kinds)), self.all)
+        plan, start, shares = self.all.plan(part), 0, [0] * len(self.times)
         self.seconds = self.all.seconds(part)
         smallest = sum(one.row.minimum_bytes for one in self.times)
         rest = max(1, sum(one.row.ordinary_bytes for one in self.times) - smallest)
         if part >= smallest:
             share = min(rest, part - smallest)
-            joint_plan.shares = [one.row.part(share, rest) for one in self.times]
+            shares = [one.row.part(share, rest) for one in self.times]
+        joint_plan = JointPlan([one.row.row for one in self.times], part, shares, self.waits)
+        joint_plan.knows(dict(enumerate(self.kinds)), self.all)
         peaks = dict.fromkeys(self.rows, 0)
         for one in self.times:
             one.row.row.joint_plan, stop = joint_plan, start + len(one.kind.sizes)
@@ -283,23 +254,12 @@ class WatchedRows(Watched):
     @classmethod
     def join(cls, watched: Sequence[Watched], elsewhere: RestOfModel) -> list[Watched]:
         """Return the parts, with rows in place of each row, if these do not overlap."""
-        rows = [one for one in watched if isinstance(one, WatchedRow) and one.kinds]
-        pairs = [(one, one.row.numbers[1:]) for one in rows]
-        times = [
-            _Time(one, kind, numbers)
-            for one, every in pairs
-            for kind, numbers in zip(one.kinds, every, strict=False)
-        ]
-        times.sort(key=lambda one: one.numbers[0])
-        ended = all(len(one.kinds) == len(every) for one, every in pairs)
+        rows = [one for one in watched if isinstance(one, WatchedRow) and one.times]
+        times = sorted((time for one in rows for time in one.times), key=lambda one: one.numbers[0])
+        ended = all(one.is_whole for one in rows)
         apart = all(one.numbers[-1] < after.numbers[0] for one, after in pairwise(times))
         few = sum(len(one.kind.sizes) for one in times) <= _MOST_CALLS
         if len(times) < 2 or not (ended and apart and few):
             return [*watched]
         waits = elsewhere.waits([one.numbers for one in times])
         return [*(one for one in watched if one not in rows), cls(times, [*waits])]
-
-
-def run_name(run: Layers) -> str:
-    """Return the name of a run of layers."""
-    return " … ".join(call.name for call in run[:: max(1, len(run) - 1)])

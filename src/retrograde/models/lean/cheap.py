@@ -19,23 +19,14 @@ _aten = torch.ops.aten
 
 
 class Operation(NamedTuple):
-    """A cheap operation.
+    """A cheap operation."""
 
-    Attributes:
-        name: of the operation, for reports.
-        call: computes it.
-        passes: its nominal cost; a simple pointwise operation has 1, a view 0.
-        reads: its arguments: what each is, its name, the edge, and its keyword or "".
-        over: the same in place, or None.
-        check: returns the operation of a node whose name says too little, or None.
-    """
-
-    name: str
+    name: str  # for reports
     call: Callable[..., Any]
-    passes: float
-    reads: tuple[tuple[int, str, int, str], ...] = ()
-    over: Callable[..., Any] | None = None
-    check: Callable[..., "Operation | None"] | None = None
+    passes: float  # its nominal cost; a simple pointwise operation has 1, a view 0
+    reads: tuple[tuple[int, str, int, str], ...] = ()  # what, its name, the edge, its keyword or ""
+    over: Callable[..., Any] | None = None  # the same in place
+    check: Callable[..., "Operation | None"] | None = None  # where the name of a node is too little
 
 
 def _normalized(x: Tensor, weight: Any, bias: Any, mean: Tensor, scale: Tensor, eps: float) -> Any:

@@ -7,7 +7,7 @@ nodes of autograd's graph. They end at boxes, at parameters, and at numbers.
 
 import math
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from random import Random
 from typing import Any, NamedTuple
 from weakref import ref
@@ -72,10 +72,8 @@ def overwritten(size: torch.Size, found: int, expected: int) -> Exception:
 
 
 def glance(tensor: Tensor, turn: int) -> Any:
-    """Return the sum of an eighth of a storage's bits: of other runs of words at each turn.
-
-    On a CPU nothing is allocated. On a GPU the sum is a tensor, for which nobody waits.
-    """
+    """Return the sum of an eighth of a storage's bits: of other runs of words at each turn. It
+    allocates nothing on a CPU. On a GPU the sum is a tensor, for which nobody waits."""
     flat = tensor.as_strided((tensor.numel(),), (1,), 0)
     words: Any = flat.view(torch.int64 if tensor.nbytes % 8 == 0 else torch.uint8)
     words = words.numpy() if tensor.is_cpu else words
@@ -162,30 +160,31 @@ class Box:
         return self.keep(result)
 
     def let_go(self, recipe: "Recipe", value: Tensor) -> None:
-        """Keep a recipe instead of a value."""
         turn = _turn(4)
         with without_dispatch(), below_autograd():
             self.recipe, self.seen, self.data = recipe, (turn, glance(value, turn)), None
 
     def _compare(self, name: str, result: Tensor) -> None:
         """Raise if a value that was computed again has other bits than the one that was let go."""
-        turn, expected = self.seen
+        (turn, expected), size = self.seen, [*self.shape[0]]
         found = glance(result, turn)
-        compare = partial(_raise_if_unequal, found, expected, name, self.shape[0])
+
+        def compare() -> None:
+            if found != expected:
+                raise RetrogradeError(_OTHER_BITS.format(name, size))
+
         if isinstance(found, Tensor) and backward_pass() >= 0:
             after_backward(compare)  # nobody waits
         else:
             compare()
 
 
-def _raise_if_unequal(found: object, expected: object, name: str, size: torch.Size) -> None:
-    if found != expected:
-        raise RetrogradeError(
-            f"the result of {name}, of sizes {list(size)}, was let go and computed again, and its "
-            "bits are not those of the forward pass: what it reads was changed, and autograd was "
-            "not told (.data, a raw pointer, statistics). Expected it to stay as it was; change it "
-            "after backward(), or compute this outside rg.lean() or the budget"
-        )
+_OTHER_BITS = (
+    "the result of {}, of sizes {}, was let go and computed again, and its bits are not those of "
+    "the forward pass: what it reads was changed, and autograd was not told (.data, a raw pointer, "
+    "statistics). Expected it to stay as it was; change it after backward(), or compute this "
+    "outside rg.lean() or the budget"
+)
 
 
 def unpack(packed: Packed | Versioned) -> Tensor:
@@ -201,22 +200,17 @@ def unpack(packed: Packed | Versioned) -> Tensor:
 
 @dataclass(slots=True)
 class Recipe:
-    """An operation that is called again, with its arguments.
-
-    ``nr``: which of its results. A view's ``nbytes`` is zero. ``over``: the result takes the place
-    of the first argument. ``kind``: its type; None if it has no dimensions.
-    """
+    """An operation that is called again, with its arguments."""
 
     operation: Operation
     args: list[Any]
     keywords: dict[str, Any]
-    nr: int
-    nbytes: int
-    kind: torch.dtype | None = None
-    over: bool = False
+    nr: int  # which of its results
+    nbytes: int  # zero of a view
+    kind: torch.dtype | None = None  # the result's; None if that has no dimensions
+    over: bool = False  # whether the result takes the place of the first argument
 
     def open(self) -> Tensor:
-        """Compute the value."""
         call: Any = self.operation.over if self.over else self.operation.call
         result = call(*map(_opened, self.args), **self.keywords)
         found: Tensor = result if isinstance(result, Tensor) else result[self.nr]
@@ -245,26 +239,18 @@ _UNKNOWN = object()
 
 
 class Search:
-    """Finds how a value is computed.
-
-    Attributes:
-        own: boxes that the nodes of the operations save themselves: they live as long in any case.
-        apart: other boxes that are read.
-        operations: how many operations are called.
-        cost: the bytes that they write, each as often as its operation has passes.
-    """
+    """Finds how a value is computed, by how many operations. Their ``cost`` is the bytes that they
+    write, each as often as its operation has passes."""
 
     def __init__(self, parameters_stay: bool, first: int) -> None:
-        self.own: list[Box] = []
-        self.apart: list[Box] = []
+        self.own: list[Box] = []  # those that the operations' nodes save: they live in any case
+        self.apart: list[Box] = []  # others that are read
         self.operations, self.cost = 0, 0.0
         self._parameters_stay, self._first = parameters_stay, first
 
     def step(self, node: Any, nr: int, nbytes: int = 0, copied: bool = True) -> Recipe | None:
-        """Return how an output of a node is computed, or None if it cannot be.
-
-        ``nbytes`` is its size, if known. ``copied``: its strides do not matter, as it is copied.
-        """
+        """Return how an output of a node, of so many bytes if they are known, is computed, or None
+        if it cannot be. ``copied``: its strides do not matter, as it is copied."""
         operation = CHEAP.get(node.name())
         if operation is None:
             return None

@@ -57,16 +57,12 @@ VERSION = "retrograde version"
 
 
 class LeanTape(TorchFunctionMode):
-    """Saves for one forward pass, and notes what no node of the graph knows.
-
-    Attributes:
-        kept: bytes of what is saved and kept; parameters and small tensors are not counted.
-        let_go: bytes of what is saved and let go, by operation.
-    """
+    """Saves for one forward pass, and notes what no node of the graph knows."""
 
     def __init__(self, parameters_stay: bool, task: int = -1) -> None:
         super().__init__()
-        self.kept, self.let_go = 0, Counter[str]()
+        self.kept = 0  # bytes of what is kept; parameters and small tensors are not counted
+        self.let_go = Counter[str]()  # bytes of what is let go, by operation
         self._parameters_stay, self._first = parameters_stay, next_node()
         self._boxes: dict[int, ref[Box]] = {}  # by the address of the storage
         self._gone: list[ref[Box]] = []
@@ -75,13 +71,7 @@ class LeanTape(TorchFunctionMode):
         self._task = task  # the backward pass in which it saves, or -1
         self._is_changing = False  # a function runs that changes its first argument in place
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function, and note what it changes in place."""
         kwargs = kwargs or {}
         if is_compiling():
@@ -99,10 +89,8 @@ class LeanTape(TorchFunctionMode):
             return result
         newest = next_node()
         with without_subclasses():  # which may count that it is looked at
-            if first.is_inference():  # nothing of it is ever saved
-                before = None
-            else:
-                before = first._version
+            before = None if first.is_inference() else first._version
+            if before is not None:  # else nothing of it is ever saved
                 if changes or kwargs.get("inplace"):
                     self._open_dependents(first)
                     self._is_changing = True
@@ -121,11 +109,6 @@ class LeanTape(TorchFunctionMode):
                     note(self, node, args, kwargs)
         return result
 
-    def _matters(self, tensor: Tensor) -> bool:
-        size = _large(tensor)
-        part = size <= self.kept * LEAST_PART
-        return size > 0 and not (part and self._box_of(tensor.untyped_storage()) is None)
-
     def pack(self, tensor: Tensor) -> Packed | Versioned | tuple[Tensor, int]:
         """Save a tensor, or what it can be computed from."""
         if has_function_mode():
@@ -135,10 +118,12 @@ class LeanTape(TorchFunctionMode):
         small = base.numel() * base.itemsize < LEAST_BYTES
         if small or (base.requires_grad and base.is_leaf):
             return Versioned(tensor if tensor.is_leaf else tensor.detach(), version)
-        if not self._matters(tensor):
+        if (size := _large(tensor)) == 0:
             return Versioned(tensor.detach(), version)
         storage = tensor.untyped_storage()
         box = self._box_of(storage)
+        if box is None and size <= self.kept * LEAST_PART:
+            return Versioned(tensor.detach(), version)
         dtype = base.dtype if box is None else box.dtype
         if dtype is not tensor.dtype or backward_pass() != self._task:
             self.kept += storage.nbytes() if box is None else 0
@@ -196,8 +181,8 @@ class LeanTape(TorchFunctionMode):
 
         with torch.no_grad():
             one, mask = noise.new_ones(()).div_(1 - p), packed(noise)
-            again = None if (p, noise.dtype) in _NOISES else _noise(mask, one, noise.shape)
-            if again is not None and not torch.equal(again, noise):
+            is_known = (p, noise.dtype) in _NOISES
+            if not (is_known or torch.equal(_noise(mask, one, noise.shape), noise)):
                 return
             _NOISES.add((p, noise.dtype))
         at = Box(mask, mask.untyped_storage())
@@ -317,9 +302,7 @@ def _note_of(**arguments: tuple[int, Any]) -> Callable[..., None]:
 
 def _note_noise_of(*argument: Any) -> Callable[..., None]:
     """Note the noise of a dropout, or of the dropped weights that attention multiplies by values.
-
-    Attention with a kernel of its own has another node, and so have the dropouts of a GPU.
-    """
+    Attention with a kernel of its own has another node, and so have the dropouts of a GPU."""
 
     def note(tape: LeanTape, node: Any, args: Any, kwargs: Any) -> None:
         while node is not None and node.name() in _TO_NOISE:
@@ -382,9 +365,8 @@ for _name in ("add", "sub", "subtract", "add_", "sub_", *_BY_SIGN):
     _NOTES[getattr(Tensor, _name)] = _note_number
 
 
-# Of functions that were called: whether they change their first argument in place, and whether
-# their results share memory unseen. Then whether they may save small tensors only, and what is
-# noted.
+# Of functions that were called: whether they change their first argument in place, whether their
+# results share memory unseen, and what is noted.
 _RULES: dict[Any, tuple[bool, str, Callable[..., None] | None] | None] = {}
 # What neither saves nor changes anything.
 _PLAIN = {"__get__", "size", "stride", "dim", "view", "reshape", "flatten", "unflatten", "permute"}
@@ -396,6 +378,5 @@ def _rule_of(func: Any) -> Any:
     if name in _PLAIN and func not in _SHARING:
         return _RULES.setdefault(func, None)
     changes = (name[-1:] == "_" and name[-2:] != "__") or name in _CHANGING  # add_, not __add__
-    note = _NOTES.get(func)
-    rule = _RULES[func] = changes, _SHARING.get(func, ""), note
+    rule = _RULES[func] = changes, _SHARING.get(func, ""), _NOTES.get(func)
     return rule

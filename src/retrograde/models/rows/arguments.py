@@ -1,16 +1,26 @@
-"""The arguments of a call, and the tensors in these and in results."""
+"""The arguments of a call and of its reruns, and the tensors in these and in results.
+
+A rerun finds what the call found: the same objects, without the graph that they came from. One
+tensor that was given twice is one tensor again. A tensor without a gradient, or a parameter, is the
+very object. Another one is replaced by a stand-in, which has its class, its attributes, and a node
+or none, as the tensor had.
+"""
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from retrograde.models.lean.recipes import overwritten
+from retrograde.replay.fingerprints import Fingerprint, fingerprint, verify
+from retrograde.replay.surroundings import version
 from retrograde.sizes.cache import signature
 
 _PLAIN: tuple[type, ...] = (bool, int, float, complex, str, bytes, type(None), nn.Module)
@@ -118,6 +128,95 @@ class Arguments:
         )
 
 
+class RerunArgument:
+    """An argument. Where the row has the tensor, there is no value, but its ``place`` in the result
+    of the call before, and its fingerprint."""
+
+    def __init__(self, leaf: Any) -> None:
+        self.value, self.source, self.attributes = leaf, None, dict[str, Any]()
+        self.wants = self.has_node = False
+        self.version = self.place = self.turn = 0
+        self.print: Fingerprint = None
+        if isinstance(leaf, Tensor):
+            self.wants = leaf.requires_grad and not isinstance(leaf, nn.Parameter)
+            self.value = leaf.detach() if self.wants else leaf
+            self.source, self.attributes = ref(leaf), {**vars(leaf)}
+            self.has_node, self.version = leaf.grad_fn is not None, version(leaf)
+
+    def is_hidden(self) -> bool:
+        return self.source is not None and self.value is None
+
+    def hide(self, place: int, turn: int) -> None:
+        """Let go the tensor, which is in this place of the result of the call before."""
+        self.print, self.turn = fingerprint(self.value, turn), turn
+        self.value, self.place = None, place
+
+    def is_overwritten(self) -> bool:
+        return isinstance(self.value, Tensor) and version(self.value) != self.version
+
+    def find(self, state: Sequence[Tensor | None], differs: Callable[[], Exception]) -> Any:
+        """Return the value, perhaps from the state that the row has computed again. ``differs``
+        makes the error for a tensor there that is not the one that the call was given."""
+        if self.is_overwritten():
+            raise overwritten(self.value.shape, version(self.value), self.version)
+        if not self.is_hidden():
+            return self.value
+        found = state[self.place]
+        assert found is not None
+        verify(self.print, found, differs, self.turn)
+        return found
+
+
+class RerunArguments:
+    """The arguments of one call: ``each`` of them, and which are one tensor."""
+
+    def __init__(self, given: Arguments) -> None:
+        self.each, self.spec = [RerunArgument(leaf) for leaf in given.leaves], given.spec
+        first: dict[int, int] = {}
+        ids = [id(x) if isinstance(x, Tensor) else -n for n, x in enumerate(given.leaves, 1)]
+        self.same = [first.setdefault(at, n) for n, at in enumerate(ids)]
+
+    def enter(self, values: Sequence[Any]) -> tuple[Any, Any, list[Tensor]]:
+        """Return the arguments and keyword arguments with some values, for another run, and those
+        tensors that want a gradient."""
+        leaves = [*values]
+        wanted = [n for n, one in enumerate(self.each) if one.wants and self.same[n] == n]
+        with torch.enable_grad():
+            inner = [n for n in wanted if self.each[n].has_node]
+            for n, t in zip(inner, with_nodes([values[n] for n in inner]), strict=True):
+                leaves[n] = t
+            for n in wanted:
+                if not self.each[n].has_node:
+                    leaves[n] = values[n].detach().requires_grad_()
+        for n, one in enumerate(self.each):
+            if one.attributes and leaves[n] is not one.value:
+                vars(leaves[n]).update(one.attributes)
+        leaves = [leaves[n] for n in self.same]
+        args, kwargs = unflatten(leaves, self.spec)
+        return args, kwargs, [leaves[n] for n in wanted]
+
+
+def with_nodes(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Return tensors that require a gradient, as a layer before would have returned them."""
+    if not tensors:
+        return ()
+    anchor = torch.empty(0, device="cpu", requires_grad=True)
+    return tuple(_Enter.apply(anchor, *(t.detach() for t in tensors)))  # type: ignore[no-untyped-call]
+
+
+class _Enter(torch.autograd.Function):
+    """Tensors in the form that a preceding layer would have returned. Autograd would hold a leaf as
+    long as the graph, even one that no layer refers to."""
+
+    @staticmethod
+    def forward(ctx: object, anchor: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
+        return tuple(t.detach() for t in state)
+
+    @staticmethod
+    def backward(ctx: object, *gradients: Tensor) -> None:
+        raise AssertionError("gradients are taken before they get here")
+
+
 def tied(weights: Iterable[Iterable[Tensor]]) -> frozenset[Tensor]:
     """Return the weights that several calls have, given those of each."""
     users = Counter(p for own in weights for p in own)
@@ -168,6 +267,11 @@ class ResultBytes(TorchDispatchMode):
 
 
 _BY_DATA = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+
+
+def memory_of(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Return the bytes of tensors' memory by its address."""
+    return {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}
 
 
 def made_by(result: object, given: object) -> list[Tensor | None]:

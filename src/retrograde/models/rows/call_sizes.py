@@ -52,27 +52,19 @@ _WHOLE = slice(-6, None)  # the phases of a call that is kept whole
 
 @dataclass
 class PassMeasurements:
-    """What is known of the passes with one kind of input.
+    """What is known of the passes with one kind of input. Units and sizes are those of the calls
+    that were measured, ``raw`` each by itself. State 0 is the first input, state k the output of
+    call k − 1."""
 
-    Attributes:
-        active: of called layers, those that do not just return their input.
-        units, raw, sizes: of their calls, as far as they were measured.
-        plans: by budget.
-        tied: the weights that several calls have.
-        kept: what the model keeps for later: 0 is the first input, k the output of call k − 1.
-        lingers: pairs of a call and such a state, which is still there while the call first runs.
-        most: bytes that the operations of calls made whose sizes depend on data.
-    """
-
-    active: Sequence[int] = ()
+    active: Sequence[int] = ()  # of called layers, those that do not just return their input
     units: list[Recomputable] = field(default_factory=list)
     sizes: list[CallSizes] = field(default_factory=list)
-    plans: dict[int, tuple[Part, ...]] = field(default_factory=dict)
-    tied: Weights = frozenset()
-    kept: set[int] = field(default_factory=set)
-    lingers: set[tuple[int, int]] = field(default_factory=set)
+    plans: dict[int, tuple[Part, ...]] = field(default_factory=dict)  # by budget
+    tied: Weights = frozenset()  # the weights that several calls have
+    kept: set[int] = field(default_factory=set)  # the states that the model keeps for later
+    lingers: set[tuple[int, int]] = field(default_factory=set)  # calls, and states still there
     raw: list[CallSizes] = field(default_factory=list)
-    most: dict[int, int] = field(default_factory=dict)
+    most: dict[int, int] = field(default_factory=dict)  # bytes that calls made, if data decide them
 
     @contextmanager
     def watched(
@@ -94,21 +86,18 @@ class PassMeasurements:
             self.most[at] = found.nbytes
             every = [*zip(self.units, self.raw, strict=True)]
             self.units, self.sizes, self.raw = [], [], []
-            for k, one in enumerate(every, 1):
-                self.add(*one, last=k == len(every))
+            for one in every:
+                self.add(*one)
             self.settle()
             self.plans.clear()
             vars(self).pop("least_bytes", None)
         grew.append(self.units[at].name)
 
-    def add(
-        self, unit: Recomputable, found: CallSizes, *, last: bool, made: int | None = None
-    ) -> None:
-        """Add the next call, whose operations ``made`` so many bytes, if that depends on data. What
-        it hands on of what the call before made is held throughout. A gradient that it hands on may
-        wait in larger memory, or have to be copied."""
-        if made is not None:
-            self.most[len(self.raw)] = made
+    def add(self, unit: Recomputable, found: CallSizes) -> None:
+        """Add the next call. What it hands on of what the call before made is held throughout. A
+        gradient that it hands on may wait in larger memory."""
+        if unit.made_bytes is not None:
+            self.most.setdefault(len(self.raw), unit.made_bytes)
         self.raw.append(found)
         handed = found.handed_bytes if self.sizes else 0
         for at in range(len(self.sizes) - 1, -1, -1) if found.gradient_slack_bytes else ():
@@ -123,12 +112,6 @@ class PassMeasurements:
         )
         self.units.append(unit)
         self.sizes.append(found)
-        turned = last  # the caller's gradient may lie in memory in any way
-        waits = sum(p.nbytes for p in self.tied if p.requires_grad)  # their gradients add up
-        for at in range(len(self.sizes) - 1, -1, -1) if last else ():
-            size = self.sizes[at]
-            self.sizes[at] = size.held_back(waits, size.reorder_bytes if turned else 0)
-            turned = size.reorders_gradient[turned]
 
     @property
     def is_measured(self) -> bool:
@@ -154,11 +137,7 @@ class PassMeasurements:
         return plan == kept_whole(self.sizes) and not casts
 
     def plan(self, memory: int) -> tuple[Part, ...]:
-        """Return the fastest plan within a budget.
-
-        Raises:
-            BudgetError: the budget is too small; the message names the least one.
-        """
+        """Return the fastest plan within a budget. One that is too small is refused."""
         if memory not in self.plans:
             if memory < self.least_bytes:
                 raise too_small(memory, self.least_bytes, self)
@@ -179,10 +158,8 @@ class PassMeasurements:
         cls, kinds: Sequence["PassMeasurements"], waits: Sequence[OutputLifetime]
     ) -> "PassMeasurements":
         """Return what is known of rows that run one after the other, and wait for each other.
-
         Autograd adds a weight's second gradient to its first in new memory, and further ones in
-        place. So where two later rows have used a weight, its gradients take nothing more.
-        """
+        place. So where two later rows have used a weight, its gradients take nothing more."""
         if len(kinds) == 1:
             return kinds[0]
         sizes, later = list[list[CallSizes]](), Counter[Tensor]()
@@ -194,9 +171,14 @@ class PassMeasurements:
         return cls(units=units, sizes=one_after_the_other(sizes, waits))
 
     def settle(self) -> None:
-        """Count states that the model keeps, or their gradients that wait, once all are known."""
+        """Count, once all calls are known, states that the model keeps, and gradients that wait or
+        have to be copied."""
         outputs = [self.sizes[0].input_bytes, *(size.output_bytes for size in self.sizes)]
-        for k, size in enumerate(self.sizes):
+        waits = sum(p.nbytes for p in self.tied if p.requires_grad)  # their gradients add up
+        turned = True  # the caller's gradient may lie in memory in any way
+        for k, size in reversed([*enumerate(self.sizes)]):
+            size = size.held_back(waits, size.reorder_bytes if turned else 0)
+            turned = size.reorders_gradient[turned]
             there = [i for call, i in self.lingers if call == k and i not in self.kept]
             size = size.first_beside(sum(outputs[i] for i in there))
             size = size.beside(outputs[k + 1] if k + 1 in self.kept else 0)
@@ -217,14 +199,12 @@ def too_small(memory: int, least: int, kind: PassMeasurements) -> BudgetError:
 
 def larger(name: str, need: int, room: int, kind: PassMeasurements) -> str:
     """Return the warning of a call that takes more than was planned (rule 12)."""
-    return _LARGER.format(name, need, room, kind.least_bytes)
-
-
-_LARGER = (
-    "layer {} takes more for these data than for all data of the same shapes before: this pass "
-    "needs {} bytes of the {} allowed; the next ones keep the budget if it is at least {}; let the "
-    "sample, or the first call, have the data that need the most"
-)
+    return (
+        f"layer {name} takes more for these data than for all data of the same shapes before: this "
+        f"pass needs {need} bytes of the {room} allowed; the next ones keep the budget if it is at "
+        f"least {kind.least_bytes}; let the sample, or the first call, have the data that need the "
+        "most"
+    )
 
 
 class Plans:
@@ -261,8 +241,7 @@ class Plans:
             )
         refuse_transforms(used)
         refuse_sharded(parts, used)
-        texts = options_key(parts, tensors)
-        key = given.kind(), texts, tuple(map(id, layers))
+        key = given.kind(), options_key(parts, tensors), tuple(map(id, layers))
         return self.kinds.get(key, find, (*parts, *tensors))
 
     def measure(
@@ -324,9 +303,8 @@ def _phases(one: Phases) -> tuple[list[Callable[[], None]], dict[int, float]]:
 
     phases = [one.begin, clocked(_FORWARD, one.advance), one.release_result, one.clear]
     for way in _ORDER:
-        record = partial(one.record, max(way, KEPT))
         phases += [
-            partial(one.begin, turned=way == TURNED), clocked(way, record), one.release_result,
+            partial(one.begin, way), clocked(way, one.record), one.release_result,
             lambda: one.state.clear(), clocked(way, one.backpropagate), one.clear,
         ]  # fmt: skip
     return phases, taken
@@ -384,7 +362,7 @@ def _sizes(one: Phases, found: Sequence[Phase], seconds: dict[int, float]) -> Ca
         reorder_bytes=max(0, turned),
         aliases_input=one.aliases_input,
         handed_bytes=one.handed,
-        gradient_bytes=max(waits, sum(one.gradients)) + _MARK_BYTES,
+        gradient_bytes=max(waits, one.gradient_bytes) + _MARK_BYTES,
         gradient_slack_bytes=one.apart,
         backward_seconds=max(0.0, seconds[KEPT] - seconds[_FORWARD]),
     )

@@ -21,30 +21,15 @@ _WEIGHT = "a view of a weight"
 
 @dataclass
 class Reruns:
-    """What is known of a unit's calls and their reruns.
+    """What is known of a unit's calls and their reruns."""
 
-    Attributes:
-        calls: how many there were; measured ones are not counted.
-        counts: whether calls are counted.
-        ends_early: whether a rerun that ends at the last wanted tensor leaves nothing undone.
-        final: by number, whether a tensor is written before it is saved.
-        last: the numbers of those that the last node saves.
-        weights: the numbers of views of weights.
-        row: the last row that ran it with casts of its own.
-    """
-
-    calls: int = 0
-    counts: bool = True
-    ends_early: bool | None = None
-    final: dict[int, bool] = field(default_factory=dict)
-    last: list[int] = field(default_factory=list)
-    weights: set[int] = field(default_factory=set)
-    row: Callable[[], Any] = lambda: None
-
-    @property
-    def may_end(self) -> bool:
-        """Whether nothing is left to be written when the last tensor is saved."""
-        return self.ends_early is not False and all(self.final.get(k, True) for k in self.last)
+    calls: int = 0  # how many there were; measured ones are not counted
+    counts: bool = True  # whether calls are counted
+    ends_early: bool | None = None  # whether the last wanted tensor leaves nothing undone
+    final: dict[int, bool] = field(default_factory=dict)  # whether tensors are written before that
+    last: list[int] = field(default_factory=list)  # the tensors that the last node saves
+    weights: set[int] = field(default_factory=set)  # the views of weights
+    latest: tuple[Any, Any] = (None, None)  # context and graph of the last call with its own casts
 
 
 class _Watched:
@@ -84,7 +69,6 @@ class Noted(_Watched):
         self._group: list[int] = []  # saved by the newest node
 
     def add(self, t: Tensor) -> None:
-        """Note a tensor that is saved."""
         number, reruns = self.number, self.reruns
         if self.turn and (number + self.turn) % _EVERY and number not in reruns.last:
             if self._unwritten:

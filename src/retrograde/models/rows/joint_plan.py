@@ -12,7 +12,6 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from retrograde.models.rows.arguments import Arguments, tensors_in
 from retrograde.models.rows.call_sizes import PassMeasurements, larger, too_small
-from retrograde.models.rows.rerun import RecomputedCall, RunningPlan
+from retrograde.models.rows.rerun import RecomputedCall, RunningPlan, Waiting
 from retrograde.plan.calls import OutputLifetime, Part, held_of, peak_of
 from retrograde.replay.surroundings import version
 from retrograde.sizes.cache import Recent
@@ -32,22 +31,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class Pass:
-    """A pass of a model through a row.
-
-    Attributes:
-        calls: the calls that are dropped; None if ordinary backpropagation runs.
-        next: the number of the next call.
-        handed: where the tensors lie that the next call should be given.
-        made: where those of the last result lie; None for those that it was given.
-        last: the call of the layer before, if it is dropped; riders may follow.
-    """
+    """A pass of a model through a row."""
 
     kind: PassMeasurements
-    calls: RunningPlan | None
-    next: int = 0
-    handed: list[Hashable] = field(default_factory=list)
-    made: list[Hashable] = field(default_factory=list)
-    last: RecomputedCall | None = None
+    calls: RunningPlan | None  # None if ordinary backpropagation runs
+    next: int = 0  # the number of the next call
+    made: list[Hashable] = field(default_factory=list)  # where the results of the last one lie
+    last: RecomputedCall | None = None  # of the layer before, if it is dropped; riders may follow
 
     def made_of(self, given: Arguments) -> list[Tensor | None]:
         """Return what the call before made and this one is given, each in its place."""
@@ -66,19 +56,12 @@ class Handed:
         return Handed, ()
 
     def on(self, now: Pass, tensors: Iterable[Tensor]) -> None:
-        """Let a pass wait for some tensors."""
-        for at in now.handed:
-            self._found.pop(at, None)
-        now.handed = []
-        for t in tensors:
-            now.handed.append(at := where(t))
-            self._found[at] = now, version(t), StorageWeakRef(t.untyped_storage())
-
-    def forget(self) -> None:
-        """Forget passes that ended early, whose tensors are gone."""
-        for at, (*_, storage) in [*self._found.items()]:
-            if storage.expired():
+        """Let a pass wait for some tensors. Others that ended early are forgotten with theirs."""
+        for at, (waiting, _, storage) in [*self._found.items()]:
+            if waiting is now or storage.expired():
                 self._found.pop(at, None)
+        for t in tensors:
+            self._found[where(t)] = now, version(t), StorageWeakRef(t.untyped_storage())
 
     def to(self, tensors: Iterable[Tensor]) -> Pass | None:
         """Return the pass that waits for one of some tensors, which nobody wrote to since then."""
@@ -88,10 +71,6 @@ class Handed:
                 if found is not None and found[1] == version(t) and not found[2].expired():
                     return found[0]
         return None
-
-    def turn_of(self, given: Iterable[Tensor]) -> int | None:
-        """Return the number of the call that is next with one of some tensors."""
-        return None if (now := self.to(given)) is None else now.next
 
 
 def where(t: Tensor) -> Hashable:
@@ -106,29 +85,26 @@ class JointPlan:
     have one plan. If they do not, each row has its share of the budget. A row that is new, or whose
     share is too small, is one group, whose plan is made when it goes back.
 
-    Args:
-        rows: in the order of a pass, each as often as it comes.
-        waits: how long the output of each waits.
+    ``rows`` has each as often as it comes. ``waits`` tells how long the output of each waits.
     """
 
     def __init__(
-        self, rows: Sequence["LayerRun"], waits: Sequence[OutputLifetime] = (OutputLifetime(1, 1),)
-    ) -> None:
-        self.rows, self.waits, self.memory = [*rows], [*waits], 0
-        self.shares, self._repeats = [0] * len(rows), len({*map(id, rows)}) < len(rows)
-        self._known: Recent[tuple[dict[int, PassMeasurements], PassMeasurements | None]]
-        self._known = Recent(_MOST_KINDS)
+        self, rows: Sequence["LayerRun"], memory: int = 0, shares: Sequence[int] = (0,),
+        waits: Sequence[OutputLifetime] = (OutputLifetime(1, 1),),
+    ) -> None:  # fmt: skip
+        self.rows, self.memory, self.shares, self.waits = [*rows], memory, shares, [*waits]
+        self._repeats = len({*map(id, rows)}) < len(rows)
+        self._known: Recent[tuple[_Kinds, PassMeasurements | None]] = Recent(_MOST_KINDS)
         self._running = threading.local()  # each thread's pass: its rows and their plans
 
     def __getstate__(self) -> Any:
-        return self.rows, self.waits, self.memory, self.shares
+        return self.rows, self.memory, self.shares, self.waits
 
     def __setstate__(self, state: Any) -> None:
-        self.__init__(*state[:2])  # type: ignore[misc]
-        *_, self.memory, self.shares = state
+        self.__init__(*state)  # type: ignore[misc]
 
-    def begin(self, row: "LayerRun", kind: PassMeasurements) -> RunningPlan | None:
-        """Begin a row. Return how its calls run; None is ordinary backpropagation."""
+    def begin(self, row: "LayerRun", kind: PassMeasurements) -> Pass:
+        """Begin this thread's pass through a row."""
         now = getattr(self._running, "now", {})
         at, is_first = self._place(row, now)
         if is_first:
@@ -136,6 +112,7 @@ class JointPlan:
         now[at] = kind, None
         kinds, whole = self._known.get(_first(now), ({}, None))
         share = self.shares[at] if at < len(self.rows) else 0
+        own = None
         if whole is not None and kinds.get(at) is kind:
             start = sum(len(one.sizes) for k, one in kinds.items() if k < at)
             parts = whole.plan(self.memory)
@@ -146,10 +123,12 @@ class JointPlan:
             own = tuple(part.moved(-start) for part in parts[first:last])
         elif whole is None and kind.is_measured and share >= kind.least_bytes:
             own = kind.plan(share)
-        else:
-            return RunningPlan((), kind.tied, partial(self._late, now, at))
         now[at] = kind, own
-        return None if kind.is_ordinary(own) else RunningPlan(own, kind.tied)
+        late = partial(self._late, now, at) if own is None else None
+        is_ordinary = own is not None and kind.is_ordinary(own)
+        begun = Pass(kind, None if is_ordinary else RunningPlan(own or (), kind.tied, late))
+        self._running.open = row, begun
+        return begun
 
     def _place(self, row: "LayerRun", now: "_Running") -> tuple[int, bool]:
         """Return a row's place in a pass, and whether the pass begins with it. More steps than
@@ -157,15 +136,10 @@ class JointPlan:
         last, first = max(now, default=-1), self.rows.index(row)
         if not self._repeats:
             return first, not now or first <= last
-        graph = getattr(self._running, "graph", lambda: None)()
-        if graph is None or graph.over:
+        if not Waiting.is_on(getattr(self._running, "graph", lambda: None)):
             return first, True
         places = (k for k in range(last + 1, len(self.rows)) if self.rows[k] is row)
         return next(places, last + 1), False
-
-    def enter(self, row: "LayerRun", now: Pass) -> None:
-        """Note that this thread's pass has begun a row."""
-        self._running.open = row, now
 
     def is_in(self, row: "LayerRun", number: int) -> bool:
         """Return whether this thread's pass has begun a row, and may come to a call of it."""
@@ -173,15 +147,12 @@ class JointPlan:
         return open_row is row and now is not None and now.next <= number
 
     def end(self, result: object) -> None:
-        """End a row, of whose last call this is the result.
-
-        Raises:
-            BudgetError: the budget is too small for its input.
-        """
+        """End a row, of whose last call this is the result. A budget that is too small for its
+        input is refused."""
         self._running.open = None, None
         now, at = self._running.now, max(self._running.now)
         if self._repeats:
-            self._running.graph = _Graph.of(result)
+            self._running.graph = Waiting.of(result)
         grown, self._running.grown = getattr(self._running, "grown", None), None
         if grown is not None:  # the next pass is planned anew, or refused
             kind, parts = now[at]
@@ -215,13 +186,10 @@ class JointPlan:
             name = self.rows[min(at, len(self.rows) - 1)].names[0]
             warnings.warn(_SURPRISE.format(name, need, self.memory), stacklevel=8)
 
-    def knows(
-        self, kinds: dict[int, PassMeasurements], whole: PassMeasurements
-    ) -> PassMeasurements:
+    def knows(self, kinds: "_Kinds", whole: PassMeasurements) -> None:
         """Note which kinds of input occur together, and what is known of all."""
         at = min(kinds)
         self._known[at, id(kinds[at])] = kinds, whole
-        return whole
 
     def grows(self, name: str, kind: PassMeasurements) -> None:
         """Plan anew from the next pass on, since calls of a kind take more than they did."""
@@ -231,9 +199,7 @@ class JointPlan:
 
     def _before(self, now: "_Running", at: int) -> int:
         """Return what the rows before one hold, and its own input."""
-        inputs = sum(
-            kind.sizes[0].input_bytes for k, (kind, _) in now.items() if min(now) < k <= at
-        )
+        inputs = sum(one.sizes[0].input_bytes for k, (one, _) in now.items() if min(now) < k <= at)
         calls = [(kind.sizes, parts) for k, (kind, parts) in now.items() if k < at]
         group = (Part(0, 1),)
         return inputs + sum(held_of(s, p or (Part(0, len(s), 0, group),)) for s, p in calls)
@@ -248,20 +214,7 @@ class JointPlan:
         return kind.late_plan(self.memory - self._before(now, at) - noted)
 
 
-class _Graph:
-    """Lives as long as the graph of a row's result, until that goes back."""
-
-    over = False
-
-    @classmethod
-    def of(cls, result: object) -> "ref[_Graph]":
-        graph = cls()
-        node = next((t.grad_fn for t in tensors_in(result) if t.grad_fn is not None), None)
-        if node is not None:
-            node.register_prehook(lambda _: setattr(graph, "over", True))
-        return ref(graph)
-
-
+_Kinds = dict[int, PassMeasurements]
 _Running = dict[int, tuple[PassMeasurements, tuple[Part, ...] | None]]
 _MOST_KINDS = 32
 _SURPRISE = (

@@ -17,7 +17,7 @@ layer before it.
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, cast
@@ -42,11 +42,9 @@ Tied = Sequence[tuple[nn.Module, str]]  # where weights are: a module and a name
 
 
 class RowForward:
-    """The ``forward`` of a module in a row, which passes its calls to the row.
-
-    A module may be called at several places, each of which is a row and a number in it. The state
-    that it is given tells which.
-    """
+    """The ``forward`` of a module in a row, which passes its calls to the row. A module may be
+    called at several places, each of which is a row and a number in it. The state that it is given
+    tells which."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -59,15 +57,15 @@ class RowForward:
 
     @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        one, *more = self.places
-        if is_inplace_activation(self.module) or more:
+        is_rider = is_inplace_activation(self.module)
+        if is_rider or len(self.places) > 1:
             given = tensors_in((args, kwargs))
-            turns = (place for place in self.places if place[0].handed.turn_of(given) == place[1])
-            if (turn := next(turns, None)) is not None:
-                one = turn
-            elif is_inplace_activation(self.module):  # it may also be called outside of its rows
-                return own_forward(self.module)(*args, **kwargs)
-        row, number = one
+            for row, number in self.places:
+                if (now := row.handed.to(given)) is not None and now.next == number:
+                    return row.call(number, args, kwargs)
+        if is_rider:  # it may also be called outside of its rows
+            return own_forward(self.module)(*args, **kwargs)
+        row, number = self.places[0]
         return row.call(number, args, kwargs)
 
 
@@ -135,10 +133,18 @@ class Installed(RowForward):
         self.__init__(*state)  # type: ignore[misc]
 
 
+_OUT_OF_TURN = (
+    "layer {} was not called on the output of the layer before it, as it was for the sample: it is "
+    "run by ordinary backpropagation, beyond the budget"
+)
 _NEW = (
     "layer {} was not there when the model got its budget: it is run by ordinary backpropagation, "
     "beyond the budget; call budget() again"
 )
+
+
+def _same(*given: Any) -> Any:
+    return given
 
 
 class RefusedLayerError(NotExactError):
@@ -149,18 +155,22 @@ class RefusedLayerError(NotExactError):
         self.name, self.layer, self.reason = name, layer, reason
 
 
-def _same(*given: Any) -> Any:
-    return given
+@dataclass
+class OnSample:
+    """What a row notes in the run on a sample."""
+
+    rest: RestOfModel  # what is held besides
+    kinds: list[PassMeasurements] = field(default_factory=list)  # of all passes
+    made: list[list[ref[Tensor]]] = field(default_factory=list)  # the first input and outputs
+    numbers: list[list[int]] = field(default_factory=lambda: [[]])  # of calls: early, in each pass
 
 
 class LayerRun:
     """Layers that a model calls one after the other. One that it calls again is there again.
 
-    Args:
-        calls: the called modules, by name, in the order of the calls. Riders are parts of the
-            layers before them.
-        slots: the argument of each layer that is the state.
-        tied: where the weights are that several calls of the model have, of these or later ones.
+    ``calls`` are the called modules in order; riders are parts of the layers before them. ``slots``
+    has the argument of each that is the state. ``tied`` tells where the weights are that several
+    calls of the model have, of these or later ones.
     """
 
     def __init__(self, calls: Named, slots: Sequence[int | str], tied: Tied) -> None:
@@ -177,15 +187,10 @@ class LayerRun:
             self.slots.append(slots[start])
             self.parts += [(k, part) for part in range(stop - start)]
         self.plans = Plans()
-        self.seen: list[PassMeasurements] | None = None  # of all passes, during the run on a sample
-        self.events = list[LayerRun]()  # the rows of all calls, in the order of that run
         self.handed = Handed()
-        self.made = list[list[ref[Tensor]]]()  # its first input and outputs, in that run
-        self.results = list[ref[Tensor]]()  # of all calls, in that run
-        self.kept = set[int]()  # which of these the model keeps for later
+        self.sample: OnSample | None = None  # during the run on a sample
+        self.kept = set[int]()  # which states the model keeps for later, as that run showed
         self.lingers = set[tuple[int, int]]()  # calls, and which are still there when they run
-        self.elsewhere: RestOfModel | None = None  # what is held besides, in that run
-        self.numbers = [list[int]()]  # of its calls there, before the first pass and in each
 
     def install(self) -> None:
         """Pass the calls of the layers to this row from now on."""
@@ -200,26 +205,28 @@ class LayerRun:
 
     def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the call of the model that has this number in the row."""
-        if self.elsewhere is not None:
-            if self.events and (last := self.events[-1]) is not self:
+        result, sample = None, self.sample
+        if sample is not None:
+            rows = sample.rest.rows
+            if rows and (last := rows[-1]) is not self:
                 last.kept.update(last._alive())  # which states but the last are still there
-            self.events.append(self)
-            self.numbers[-1].append(self.elsewhere.begin((args, kwargs), counts=True))
-        result = None
+            rows.append(self)
+            sample.numbers[-1].append(sample.rest.begin((args, kwargs), counts=True))
         try:
             result = self._call(number, args, kwargs)
             return result
         except CellError as refusal:
-            if self.seen is None or isinstance(refusal, RefusedLayerError):
+            if sample is None or isinstance(refusal, RefusedLayerError):
                 raise
             reason = f"cannot be run again: {refusal}"
             raise RefusedLayerError(*self.calls[number], reason) from refusal
         finally:
-            if self.elsewhere is not None:
-                self.elsewhere.end(result)
+            if sample is not None:
+                sample.rest.end(result)
 
     def _alive(self) -> list[int]:
-        return [k for k, made in enumerate(self.made) if any(t() is not None for t in made)]
+        states = () if self.sample is None else self.sample.made
+        return [k for k, made in enumerate(states) if any(t() is not None for t in made)]
 
     def _call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         k, part = self.parts[number]
@@ -239,7 +246,7 @@ class LayerRun:
             if now.calls is not None:
                 self._measure(now.kind, at, given, made if at else None)
             watch = now.kind.watched(at, self.layers[k], given, made if at else None)
-            with watch if self.seen is None else nullcontext() as grew:
+            with watch if self.sample is None else nullcontext() as grew:
                 if now.calls is None:
                     result = forward(*args, **kwargs)
                 else:
@@ -247,8 +254,8 @@ class LayerRun:
                     result, now.last = run(at, now.kind.units[at], forward, given, made, now.last)
             if grew:
                 self.joint_plan.grows(now.kind.units[at].name, now.kind)
-            if self.elsewhere is not None:
-                self._looks(at, given, made, now.last)
+            if self.sample is not None:
+                self._looks(self.sample.rest, at, given, made, now.last)
         if now is not None and number + 1 < len(self.calls):
             now.next = number + 1
             is_own = not part and k in now.kind.active  # and has not the same tensors as before
@@ -258,36 +265,32 @@ class LayerRun:
             self.handed.on(now, there)
             if is_own:
                 now.made = [y if y is None else where(y) for y in own]
-                if self.seen is not None:
-                    self.made.append([*map(ref, there)])
+                if self.sample is not None:
+                    self.sample.made.append([*map(ref, there)])
         elif now is not None:
             self.handed.on(now, ())
-            if self.seen is None and now.kind.sizes:
+            if self.sample is None and now.kind.sizes:
                 self.joint_plan.end(result)
-        if self.elsewhere is not None:
-            self.results += map(ref, tensors_in(result))
+        if self.sample is not None:
+            self.sample.rest.made_by_rows += map(ref, tensors_in(result))
         return result
 
     def _looks(
-        self, at: int, given: Arguments, made: Sequence[Tensor | None], call: RecomputedCall | None
-    ) -> None:
+        self, rest: RestOfModel, at: int, given: Arguments, made: Sequence[Tensor | None],
+        call: RecomputedCall | None,
+    ) -> None:  # fmt: skip
         """Note, in the run on the sample, what is there while a call runs and what it holds."""
         self.lingers |= {(at, k) for k in self._alive() if 0 < k < at}
-        if call is None or self.elsewhere is None:
+        if call is None:
             return
-        later = at or self.events[0] is not self
+        later = at or rest.rows[0] is not self
         ours = {id(t) for t in (made if later else tensors_in(given.state))}
+        ours |= {id(t()) for t in rest.made_by_rows}
         for one in call.given.each:
             if isinstance(one.value, Tensor):  # else it would look as if the model kept it
                 one.value = one.value.detach()
         held = zip(given.leaves, call.given.each, strict=True)
-        self.elsewhere.hold(
-            tensors_in([one.value for x, one in held if id(x) not in ours and not self._is_made(x)])
-        )
-
-    def _is_made(self, x: object) -> bool:
-        """Return whether a row made a tensor, in the run on the sample."""
-        return x is not None and any(x is t() for row in {*self.events} for t in row.results)
+        rest.hold([one.value for x, one in held if id(x) not in ours])
 
     def _pass(self, number: int, given: Arguments) -> Pass | None:
         """Return the pass of a call whose state is the output of the call before it.
@@ -302,35 +305,24 @@ class LayerRun:
         k, part = self.parts[number]
         active = [k for k, one in enumerate(self.layers) if not passes_through(one[0])]
         if part == 0 and active[:1] == [k] and state:
-            self.handed.forget()
             return self._begin(active, given)
-        if (
-            now is None
-            and part == 0
-            and k in active
-            and state
-            and not self.joint_plan.is_in(self, number)
-        ):
+        if k not in active:
+            return None
+        if now is None and part == 0 and state and not self.joint_plan.is_in(self, number):
             now = self._begin(active, given)  # the first ones may not be called
             if self._leaves_out(now, number, given):
                 return now
-        if k in active and self.seen is not None:
+        if self.sample is not None:
             reason = "is not called in turn where gradients are recorded"
             raise RefusedLayerError(*self.calls[number], reason)
-        if k in active:
-            warnings.warn(
-                f"layer {self.names[k]} was not called on the output of the layer before "
-                "it, as it was for the sample: it is run by ordinary backpropagation, beyond the "
-                "budget",
-                stacklevel=6,
-            )
+        warnings.warn(_OUT_OF_TURN.format(self.names[k]), stacklevel=6)
         return None
 
     def _leaves_out(self, now: Pass, number: int, given: Arguments) -> bool:
         """Pass over the calls before one that the model does not make this time. In the plan they
         are made, and return what they are given. Return whether this is possible."""
         (first, rider), (k, part) = self.parts[now.next], self.parts[number]
-        if self.seen is not None or rider or part or now.next > number:
+        if self.sample is not None or rider or part or now.next > number:
             return False
         state = tensors_in(given.state)
         now.made = now.made or [*map(where, state)]
@@ -355,22 +347,18 @@ class LayerRun:
         kind = self.plans.kind_of(layers, given, unknown)
         if kind is None:
             return Pass(unknown(), None)
-        if self.seen is not None:
-            self.seen.append(kind)
-            self.numbers.append([self.numbers[-1].pop()])
+        if (sample := self.sample) is not None:
+            sample.kinds.append(kind)
+            sample.numbers.append([sample.numbers[-1].pop()])
             self.kept.update(self._alive())
-            self.made = [[*map(ref, tensors_in(given.state))]]
+            sample.made = [[*map(ref, tensors_in(given.state))]]
             return Pass(kind, RunningPlan((), kind.tied, partial(kind.late_plan, 0)))
-        self.joint_plan.enter(self, now := Pass(kind, self.joint_plan.begin(self, kind)))
-        return now
+        return self.joint_plan.begin(self, kind)
 
     def _measure(
-        self,
-        kind: PassMeasurements,
-        at: int,
-        given: Arguments,
+        self, kind: PassMeasurements, at: int, given: Arguments,
         made: Sequence[Tensor | None] | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Try and measure an active layer, if it is the next one that is not known. ``made`` are
         the tensors that the call before made."""
         if len(kind.sizes) > at:
@@ -386,10 +374,10 @@ class LayerRun:
 
         with MEASURING:  # another thread may be measuring the same
             if len(kind.sizes) == at:
-                tried = try_call(self.names[k], forward, layers, given)
-                found = self.plans.measure(tried.unit, layers, given, made, kind.tied)
-                kind.add(tried.unit, found, last=at + 1 == len(kind.active), made=tried.made_bytes)
-                if kind.is_measured and self.seen is None:
+                unit = try_call(self.names[k], forward, layers, given)
+                found = self.plans.measure(unit, layers, given, made, kind.tied)
+                kind.add(unit, found)
+                if kind.is_measured and self.sample is None:
                     kind.settle()
 
 
@@ -402,26 +390,29 @@ def passes_through(layer: nn.Module) -> bool:
 @contextmanager
 def released(model: nn.Module) -> Iterator[None]:
     """Give all modules their own forward pass in a block, so that no row gets their calls."""
-    every = [vars(module) for module in model.modules()]
-    held = [(own, own["forward"]) for own in every if isinstance(own.get("forward"), RowForward)]
-    for own, _ in held:
-        del own["forward"]
+    held = _release(model)
     try:
         yield
     finally:
-        for own in every:
-            if isinstance(own.get("forward"), RowForward):
-                del own["forward"]
+        _release(model)
         for own, forward in held:
             own["forward"] = forward
 
 
+def _release(model: nn.Module) -> list[tuple[dict[str, Any], RowForward]]:
+    """Give all modules their own forward pass. Return their attributes, and what they had."""
+    own = map(vars, model.modules())
+    held = [(one, one["forward"]) for one in own if isinstance(one.get("forward"), RowForward)]
+    for one, _ in held:
+        del one["forward"]
+    return held
+
+
 def install(model: nn.Module, rows: "Sequence[LayerRun]") -> None:
     """Pass the calls of layers to these rows alone from now on, also in copies of the model."""
-    for own in map(vars, model.modules()):
-        own.pop(_ROWS, None)
-        if isinstance(own.get("forward"), RowForward):
-            del own["forward"]
+    _release(model)
+    for module in model.modules():
+        vars(module).pop(_ROWS, None)
     if rows:
         ours = {id(layer) for row in rows for _, layer in row.calls}
         every = model.named_modules(remove_duplicate=False)

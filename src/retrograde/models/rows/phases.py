@@ -6,6 +6,7 @@ same bits of gradients (rule 11).
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,9 +16,8 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from retrograde.errors import NotExactError
-from retrograde.models.rows.arguments import Arguments, tensors_in
+from retrograde.models.rows.arguments import Arguments, RerunArguments, memory_of, tensors_in
 from retrograde.models.rows.rerun import KEPT, Recomputable, RunningPlan
-from retrograde.models.rows.rerun_arguments import RerunArguments
 from retrograde.models.rows.rest_of_model import filling
 from retrograde.models.rows.trials import Leave
 from retrograde.plan.calls import Part
@@ -31,24 +31,18 @@ RERUN_BYTES = 1013  # that no other tensor has
 
 
 class Phases:
-    """The phases of a call, for each way to keep it. It frees ``state`` before it
-    measures, so callers pass their only reference.
+    """The phases of a call, for each way to keep it. It frees ``state`` before it measures, so
+    callers pass their only reference.
 
-    ``state`` are the arguments that the call before made, or those of the ``first`` call. With
-    ``turned``, the gradient of the result has reversed strides. The gradients of ``tied`` weights
-    are added to those of other calls.
+    ``state`` are the arguments that the call before made, or those of the ``first`` call. The
+    gradients of ``tied`` weights are added to those of other calls.
     """
 
     def __init__(
-        self,
-        unit: Recomputable,
-        given: Arguments,
-        state: Sequence[Tensor],
-        tied: Weights,
-        *,
+        self, unit: Recomputable, given: Arguments, state: Sequence[Tensor], tied: Weights, *,
         first: bool,
-    ) -> None:
-        self.unit, self.given, self.tied, self.first, self.turned = unit, state, tied, first, False
+    ) -> None:  # fmt: skip
+        self.unit, self.given, self.tied, self.first = unit, state, tied, first
         leaves, self.arguments = given.leaves, RerunArguments(given)
         self.device = tensors_in(leaves)[0].device
         ours = {id(t): n for n, t in enumerate(state)}
@@ -57,7 +51,6 @@ class Phases:
         for one in () if first else self.arguments.each:
             one.has_node |= one.wants  # a leaf is only given where the layers before are left out
         self.reruns, self.begun = replace(unit.reruns, counts=False), unit.surroundings.capture()
-        self.way = KEPT
         self.shown: dict[int, Any] = {}  # by way: fingerprints of result and gradients
         self.state: list[Tensor] = []
         self.result: Any = None
@@ -67,44 +60,35 @@ class Phases:
         self.like: list[tuple[Any, ...]] = []
         self.for_caller: list[Tensor | None] = []
         self.reorders_gradient = [False, False]
-        self.handed, self.aliases_input, self.apart = 0, False, 0
-        self.gradients: list[int] = []
+        self.aliases_input = False
+        self.handed = self.apart = self.gradient_bytes = 0
 
-    def begin(self, *, turned: bool = False) -> None:
-        self.turned = turned
+    def begin(self, way: int = KEPT) -> None:
+        self.way = way
         self.unit.surroundings.restore(self.begun)
-        if turned:  # the very state, for a copy would be one more beside a turned gradient's
+        if way == TURNED:  # the very state, for a copy would be one more beside a turned gradient's
             self.state = [*self.given]
-            return
-        copies: dict[int, torch.UntypedStorage] = {}
-        for t in self.given:
-            memory = t.untyped_storage()
-            if self.first:  # its memory is the caller's, and may be larger
-                self.state.append(t.detach().clone())
-                continue
-            if memory.data_ptr() not in copies:
-                copies[memory.data_ptr()] = memory.clone()  # type: ignore[no-untyped-call]
-            copy = torch.empty(0, dtype=t.dtype, device=t.device)
-            at = t.storage_offset(), t.shape, t.stride()
-            self.state.append(copy.set_(copies[memory.data_ptr()], *at))  # type: ignore[call-overload]
+        elif self.first:  # its memory is the caller's, and may be larger
+            self.state = [t.detach().clone() for t in self.given]
+        else:  # which copies each memory once
+            self.state = deepcopy([t.detach() for t in self.given])
 
     def advance(self) -> None:
         args, kwargs, _ = self._arguments()
         with unsaved():
             self.result = [t.detach() for t in tensors_in(do_most(self.unit, *args, **kwargs))]
         every = self.state, tensors_in(self.result), tensors_in((args, kwargs))
-        state, result, given = map(_memory, every)
+        state, result, given = map(memory_of, every)
         self.handed = sum(size for at, size in state.items() if at in result)
         self.aliases_input = not given.keys().isdisjoint(result)
 
-    def record(self, way: int) -> None:
+    def record(self) -> None:
         """Run the call as a plan that keeps it in this way does."""
-        self.way = TURNED if self.turned else way
         with torch.enable_grad():
             args, kwargs, wanted = self._arguments()
             self.edges = [get_gradient_edge(t) for t in wanted]
             wanted.clear()
-            row, given = RunningPlan((Part(0, 1, way),)), Arguments(args, kwargs)
+            row, given = RunningPlan((Part(0, 1, max(self.way, KEPT)),)), Arguments(args, kwargs)
             unit = replace(self.unit, forward=self._again, reruns=self.reruns)
             self.result, _ = row.run(0, unit, partial(do_most, self.unit), given, (), None)
 
@@ -121,7 +105,7 @@ class Phases:
     def release_result(self) -> None:
         found = [t for t in tensors_in(self.result) if t.requires_grad]
         self.like = [(t.shape, t.dtype, t.device) for t in found]
-        self.gradients = [t.nbytes for t in found]
+        self.gradient_bytes = sum(t.nbytes for t in found)
         if found:
             with torch.enable_grad():
                 self.root = [get_gradient_edge(Leave.apply(self.seeds, *found))]  # type: ignore[no-untyped-call]
@@ -129,21 +113,21 @@ class Phases:
         self.unit.surroundings.restore(self.begun)  # what the call left is held elsewhere
 
     def backpropagate(self) -> None:
-        root, edges = [*self.root], [*self.edges]
+        root, edges, turned = [*self.root], [*self.edges], self.way == TURNED
         self.root, self.edges = [], []
         own = [t for t in self.unit.reads if t.requires_grad and t.is_leaf]
         if root and (edges or own):
             for shape, dtype, device in self.like:
-                seed = torch.ones(shape[:: -1 if self.turned else 1], dtype=dtype, device=device)
+                seed = torch.ones(shape[:: -1 if turned else 1], dtype=dtype, device=device)
                 seed.view(-1)[::3].mul_(0.5)  # a sum alone may have no gradient
-                self.seeds.append(seed.permute([*range(seed.dim())][::-1]) if self.turned else seed)
+                self.seeds.append(seed.permute([*range(seed.dim())][::-1]) if turned else seed)
                 del seed
             begin = [torch.empty(0, device=self.device)]
             with as_accumulated(own, self.tied):
                 found = torch.autograd.grad(root, [*edges, *own], begin, allow_unused=True)
             self.shown[self.way] = fingerprints(g for g in found if g is not None)
             back = [g for g in found[: len(edges)] if g is not None]
-            self.reorders_gradient[self.turned] = any(not g.is_contiguous() for g in back)
+            self.reorders_gradient[turned] = any(not g.is_contiguous() for g in back)
             self.apart = max([0, *(g.untyped_storage().nbytes() - g.nbytes for g in back)])
             self.for_caller = list(found[len(edges) :])
 
@@ -164,8 +148,6 @@ class Phases:
 
 def do_most(unit: Recomputable, *args: Any, **kwargs: Any) -> Any:
     """Run a unit so that it does the most that random numbers may decide."""
-    if unit.fill is None:
-        return unit.forward(*args, **kwargs)
     with filling(unit.fill):
         return unit.forward(*args, **kwargs)
 
@@ -184,8 +166,3 @@ def _accumulated(leaf: Tensor, added: bool, gradient: Tensor) -> Tensor | None:
     has another order."""
     alike = gradient.layout is not torch.strided or gradient.stride() == leaf.stride()
     return torch.empty_like(leaf).copy_(gradient) if added or not alike else None
-
-
-def _memory(tensors: Sequence[Tensor]) -> dict[int, int]:
-    """Return the bytes of tensors' memory by its address."""
-    return {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}

@@ -25,15 +25,10 @@ from retrograde.errors import NotExactError, RetrogradeError
 from retrograde.models.lean import recipes
 from retrograde.models.lean.lean import lean as lean_pass
 from retrograde.models.lean.tape import LeanTape
-from retrograde.models.rows.arguments import Arguments, tensors_in
+from retrograde.models.rows.arguments import Arguments, RerunArguments, ResultBytes, tensors_in
 from retrograde.models.rows.checks import Compared, Noted, Reruns
-from retrograde.models.rows.rerun_arguments import RerunArguments
 from retrograde.plan.calls import Part
-from retrograde.replay.surroundings import (
-    Surroundings,
-    Values,
-    version,
-)
+from retrograde.replay.surroundings import Surroundings, Values, version
 from retrograde.replay.switches import autocast_as_now, cast_context
 from retrograde.replay.trees import Tensors
 from retrograde.run.core import raise_again, unsaved
@@ -58,25 +53,29 @@ _BEYOND = (
 
 @dataclass(frozen=True, eq=False)
 class Recomputable:
-    """What runs again as one call.
+    """What runs again as one call."""
 
-    Attributes:
-        name: of the layer, for messages.
-        forward: runs it.
-        ambient: the surroundings that it depends on, as a trial found them.
-        reads: the parameters and buffers that it reads and does not change.
-        shares_casts: whether one weight's cast by autocast has several readers in a call.
-        reruns: what its reruns have shown.
-        fill: what few numbers are drawn where it does the most; None if they decide nothing.
-    """
-
-    name: str
+    name: str  # of the layer, for messages
     forward: Callable[..., Any]
-    surroundings: Surroundings
-    reads: Sequence[Tensor]
-    shares_casts: bool = False
+    surroundings: Surroundings  # as a trial found them
+    reads: Sequence[Tensor]  # the parameters and buffers that it reads and does not change
+    shares_casts: bool = False  # whether a weight's cast by autocast has several readers in a call
     reruns: Reruns = field(default_factory=Reruns)
-    fill: float | None = None
+    fill: float | None = None  # what few numbers are drawn where it does the most, if they decide
+    is_apart: bool = True  # whether its result has memory that its arguments have not
+    writes: bool = False  # whether it writes to its arguments
+    made: ResultBytes = field(default_factory=ResultBytes)  # by its operations, in the trial
+
+    @property
+    def decides(self) -> bool:
+        """Whether random numbers may decide what it does."""
+        drawn = self.surroundings.sources
+        return not all(source.is_torchs for source in drawn) or (self.made.varies and bool(drawn))
+
+    @property
+    def made_bytes(self) -> int | None:
+        """What its operations made, if data or random numbers decide how much; else None."""
+        return self.made.nbytes if self.made.varies or self.decides else None
 
 
 class Placeholder:
@@ -106,22 +105,13 @@ class _EndedError(BaseException):
 
 
 class RecomputedCall:
-    """One call of a unit. ``lean``: when it runs again, cheap values are let go.
-
-    Args:
-        row: the row that has its input, or None if the call holds it.
-        number: its number in the row.
-    """
+    """One call of a unit, which has a number in the ``row`` that has its input, if the call itself
+    does not hold it. ``lean``: when it runs again, cheap values are let go."""
 
     def __init__(
-        self,
-        unit: Recomputable,
-        given: Arguments,
-        *,
-        lean: bool,
-        row: "RunningPlan | None" = None,
-        number: int = 0,
-    ) -> None:
+        self, unit: Recomputable, given: Arguments, *, lean: bool,
+        row: "RunningPlan | None" = None, number: int = 0,
+    ) -> None:  # fmt: skip
         self.unit, self.lean, self.row, self.number = unit, lean, row, number
         self.born = next(_numbers)
         self.given = RerunArguments(given)
@@ -162,10 +152,6 @@ class RecomputedCall:
         for one in self.given.each:
             if one.source is not None and id(one.source()) in places:
                 one.hide(places[id(one.source())], self.noted.turn)
-
-    def is_hidden(self) -> bool:
-        """Return whether the row has the input."""
-        return any(one.is_hidden() for one in self.given.each)
 
     def _arguments(self, state: State) -> tuple[Any, Any, set[int]]:
         """Return the arguments, without the graph that they came from, and their ids."""
@@ -212,7 +198,9 @@ class RecomputedCall:
         task, reruns = backward_pass(), self.unit.reruns
         args, kwargs, ours = self._arguments(state)
         tape = LeanTape(True, task) if lean else None
-        refill = _Refill(self, ours, tape, ends=not whole and reruns.may_end)
+        are_written = all(reruns.final.get(k, True) for k in reruns.last)  # when they are saved
+        ends = not whole and reruns.ends_early is not False and are_written
+        refill = _Refill(self, ours, tape, ends=ends)
         first = reruns.ends_early is None and refill.ends
         noted = Values(self.unit.surroundings.found) if first else None
         result = None
@@ -220,7 +208,9 @@ class RecomputedCall:
             hooks = saved_tensors_hooks(refill.pack, recipes.unpack)  # type: ignore[arg-type]
             with torch.enable_grad(), self._again(), tape or nullcontext(), hooks:
                 result = self.unit.forward(*args, **kwargs)
-            refill.finish()
+            refill.compared.settle()
+            if refill.compared.number != len(self.forms):
+                raise self._differs()
         except _EndedError:
             pass
         except Exception as error:
@@ -239,6 +229,12 @@ class RecomputedCall:
                 after_backward(partial(_empty, task))
             _filled.setdefault(task, []).append(ref(self))
         return result
+
+    def empty(self) -> None:
+        """Let go what was computed again and is not read."""
+        self.state = []
+        for saved in filter(None, (one() for one in self.saved)):
+            saved.value = None
 
     def _differs(self) -> RetrogradeError:
         return self.unit.surroundings.differs(f"layer {self.unit.name}")
@@ -283,12 +279,6 @@ class _Refill:
         self.error = error
         return _EndedError()
 
-    def finish(self) -> None:
-        """Compare what is left when the call has returned."""
-        self.compared.settle()
-        if self.compared.number != len(self.call.forms):
-            raise self.call._differs()
-
 
 _filled: dict[int, list[ref[RecomputedCall]]] = {}  # by backward pass: calls that ran again
 
@@ -297,9 +287,7 @@ def _empty(task: int, born: int = -1) -> None:
     """Let go what a backward pass did not read of calls that began after one: they went back."""
     calls = [call for one in _filled.pop(task, ()) if (call := one()) is not None]
     for call in (call for call in calls if call.born > born):
-        call.state = []
-        for saved in filter(None, (one() for one in call.saved)):
-            saved.value = None
+        call.empty()
     if born >= 0 and calls:
         _filled[task] = [ref(call) for call in calls if call.born <= born]
 
@@ -309,24 +297,38 @@ def is_free(t: Tensor, ours: set[int]) -> bool:
     return t.requires_grad and t.is_leaf and id(t) not in ours
 
 
+class Waiting:
+    """Lives as long as the graph of a result, or of the last of several, until that goes back."""
+
+    over = False
+
+    @classmethod
+    def of(cls, result: object, known: "Waiting | None" = None) -> "ref[Waiting]":
+        waiting = known or cls()
+        node = next((t.grad_fn for t in tensors_in(result) if t.grad_fn is not None), None)
+        if node is not None:
+            waiting.over = False
+            node.register_prehook(lambda _: setattr(waiting, "over", True))
+        return ref(waiting)
+
+    @staticmethod
+    def is_on(one: "Callable[[], Waiting | None]") -> bool:
+        """Return whether the result may still go back."""
+        return (found := one()) is not None and not found.over
+
+
 @dataclass(eq=False)
 class RunningPlan:
-    """Calls in a row within one pass of a model.
+    """Calls in a row within one pass of a model."""
 
-    Attributes:
-        parts: the plan.
-        tied: the weights that several calls have.
-        late: makes the plan when the pass goes back, of a row whose calls are all one group.
-    """
-
-    parts: tuple[Part, ...]
-    tied: frozenset[Tensor] = frozenset()
-    late: Callable[[], tuple[Part, ...]] | None = None
+    parts: tuple[Part, ...]  # the plan
+    tied: frozenset[Tensor] = frozenset()  # the weights that several calls have
+    late: Callable[[], tuple[Part, ...]] | None = None  # makes it later, of calls in one group
     calls: "dict[int, ref[RecomputedCall]]" = field(default_factory=dict)
     opened: list[Part] | None = None
     task: int = -1  # the backward pass in which it was opened
     context: Any = None  # of autocast
-    waits: bool = False
+    waiting: Callable[[], Waiting | None] = lambda: None  # for the gradients of its calls' results
 
     def run(
         self, number: int, unit: Recomputable, forward: Callable[..., Any], given: Arguments,
@@ -340,46 +342,40 @@ class RunningPlan:
         Autocast's cache would hold the casts of all weights until autocast ends. That of a tied
         weight stays: ordinary autograd adds its gradients in the type of the cast.
         """
-        grouped = self.late is not None or bool(self._part(self.parts, number).parts)
-        way = DROPPED if grouped else self._part(self.parts, number).way
+        part = self._part(self.parts, number) if self.late is None else None
+        grouped = part is None or bool(part.parts)
+        way = DROPPED if part is None or grouped else part.way
         device = unit.surroundings.device
         apart = torch.is_autocast_enabled(device.type) and self.tied.isdisjoint(unit.reads)
         apart = apart and not unit.shares_casts
         casts = autocast_as_now(device) if apart else nullcontext()
-        once = apart and torch.is_autocast_cache_enabled()
+        once, call = apart and torch.is_autocast_cache_enabled(), None
         if once:
             self._refuse_second(unit)
-        if way in (KEPT, LEAN):
-            with casts, lean_pass() if way == LEAN else nullcontext():
+        if way in (DROPPED, DROPPED_LEAN):
+            row = self if grouped else None
+            call = RecomputedCall(unit, given, lean=way == DROPPED_LEAN, row=row, number=number)
+        with casts, lean_pass() if way == LEAN else nullcontext():
+            if call is None:
                 result = forward(*given.args, **given.kwargs)
-            self._waits(result if once else ())
-            return result, None
-        call = RecomputedCall(
-            unit, given, lean=way == DROPPED_LEAN, row=self if grouped else None, number=number,
-        )  # fmt: skip
-        with casts:
-            result = call.run(forward, given)
-        self._waits(result if once else ())
-        if grouped:
+            else:
+                result = call.run(forward, given)
+        if once:
+            self.waiting = Waiting.of(result, self.waiting())
+            unit.reruns.latest = self.context, self.waiting
+        if call is not None and grouped:
             call.before = before
             self.calls[number] = ref(call)
-            if number != (0 if self.late else self._part(self.parts, number).start):
+            if number != (0 if part is None else part.start):
                 call.hide(made)
         return result, call
 
     def _refuse_second(self, unit: Recomputable) -> None:
         """Refuse a second pass in one autocast context, whose casts of weights would be shared."""
         self.context = self.context or cast_context(unit.surroundings.device)
-        before, unit.reruns.row = unit.reruns.row(), ref(self)
-        if before is not None and before.context is self.context and before.waits:
+        before, waiting = unit.reruns.latest
+        if before is self.context and Waiting.is_on(waiting):
             raise NotExactError(_SECOND.format(unit.name))
-
-    def _waits(self, result: object) -> None:
-        """Note whether the last result of a pass waits for a gradient. Its graph holds this row."""
-        node = next((t.grad_fn for t in tensors_in(result) if t.grad_fn is not None), None)
-        if node is not None:
-            self.waits = True
-            node.register_prehook(lambda _: setattr(self, "waits", False))
 
     def prepare(self, call: RecomputedCall) -> bool:
         """Compute the input of a call, or what it saved; return whether it did the latter."""
@@ -388,14 +384,14 @@ class RunningPlan:
         if self.opened is None or self.task != backward_pass():
             self._begin()
             if self.task >= 0:
-                close = partial(setattr, self, "opened", None)
-                after_backward(close)
+                after_backward(partial(setattr, self, "opened", None))
         assert self.opened is not None
         while (part := self._part(self.opened, call.number)).parts:
             self._open(part, call.number)
         if any(one.value is not None for one in filter(None, (saved() for saved in call.saved))):
             return True
-        if not call.state and call.is_hidden():  # what it saved was there, and was read
+        is_hidden = any(one.is_hidden() for one in call.given.each)
+        if not call.state and is_hidden:  # what it saved was there, and was read
             self.opened = None
             return self.prepare(call)
         return False
@@ -404,9 +400,7 @@ class RunningPlan:
         """Begin a backward pass. An earlier one may have raised, and left calls half filled."""
         self.opened, self.task = [*self.parts], backward_pass()
         for call in filter(None, (one() for one in self.calls.values())):
-            call.state = []
-            for saved in filter(None, (one() for one in call.saved)):
-                saved.value = None
+            call.empty()
 
     def _open(self, part: Part, number: int) -> None:
         """Run the calls of a group, up to the part that has a call's number."""

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
 from typing import Any
@@ -49,8 +50,10 @@ class RestOfModel(TorchFunctionMode):
 
     def __init__(self, fill: float | None = None) -> None:
         super().__init__()
+        self.rows = list[Any]()  # those of all calls
+        self.made_by_rows = list[ref[Tensor]]()
         self._saved: list[ref[Tensor]] = []
-        self.filled = Filled(fill)  # what the program draws between the calls
+        self.filling = Filling(fill)  # what the program draws between the calls
         self._memory: dict[int, _Memory] = {}  # made by the program or given back by its calls
         self._inputs: dict[int, _Memory] = {}  # of calls that do not count theirs
         self._begins, self._ends = list[int](), list[int]()  # of calls: numbers of graph nodes
@@ -60,7 +63,7 @@ class RestOfModel(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if len(self._begins) == len(self._ends):
-            self.filled.look(func, result)
+            self.filling.look(func, result)
             self._note(result)
         return result
 
@@ -78,9 +81,9 @@ class RestOfModel(TorchFunctionMode):
         its number."""
         now = len(self._begins)
         for t in _tensors(given):
-            if (one := self._memory.get(_key(t))) is not None:
+            if (one := self._memory.get(address_of(t))) is not None:
                 if not counts and one.since < math.inf:
-                    self._inputs[_key(t)] = one  # a run without gradients will not hold it
+                    self._inputs[address_of(t)] = one  # a run without gradients will not hold it
                 one.close(now, math.inf)
                 one.taken = now
         self._begins.append(next_node())
@@ -96,7 +99,7 @@ class RestOfModel(TorchFunctionMode):
 
     def finish(self, apart: object, results: object) -> None:
         """Sum up what was held, but for memory of ``apart`` and of ``results``."""
-        known = {_key(t) for t in _tensors((apart, results))}
+        known = {address_of(t) for t in _tensors((apart, results))}
         alive = (t.untyped_storage() for one in self._saved if (t := one()) is not None)
         saved = {address_of(storage): storage.nbytes() for storage in alive}
         saved |= {key: one.nbytes for key, one in self._inputs.items()}
@@ -121,26 +124,23 @@ class RestOfModel(TorchFunctionMode):
         """Return the memory of tensors that are there from now on."""
         found = []
         for t in _tensors(result):
-            key, now = _key(t), len(self._begins)
+            key, now = address_of(t), len(self._begins)
             if (one := self._memory.get(key)) is None:
                 storage = t.untyped_storage()
                 one = self._memory[key] = _Memory(StorageWeakRef(storage), storage.nbytes())
             if not one.tensors:
                 one.since, one.left = max(one.since, now), math.inf
-            one.tensors[id(t)] = ref(t, self._forgets(key, one, id(t)))
+            one.tensors[id(t)] = ref(t, partial(self._forget, key, one, id(t)))
             found.append(one)
         return found
 
-    def _forgets(self, key: int, one: _Memory, tensor: int) -> Any:
-        def forget(_: object) -> None:
-            one.tensors.pop(tensor, None)
-            if not one.tensors:
-                one.left = len(self._begins)
-                one.close(len(self._begins), 0)
-                if not one.spans:
-                    self._memory.pop(key, None)
-
-        return forget
+    def _forget(self, key: int, one: _Memory, tensor: int, _: object) -> None:
+        one.tensors.pop(tensor, None)
+        if not one.tensors:
+            one.left = len(self._begins)
+            one.close(len(self._begins), 0)
+            if not one.spans:
+                self._memory.pop(key, None)
 
     def _walk(self, *roots: Any) -> None:
         """Note, for each output of a node in the graph, the last node that reads it, its bytes, and
@@ -235,35 +235,27 @@ FILLS = 0.0, 1 - 2**-24  # the smallest and the largest numbers that are drawn
 _ONES = 0x12DD9BB3  # a state's word of Python's generator, from which it draws ones alone
 
 
-class Filled:
+class Filling(TorchFunctionMode):
     """Notes whether a program draws a few numbers, which become all ``fill`` if that is given.
 
     A loop that draws until a number is large enough has to end, so at most a thousand are replaced.
     """
 
     def __init__(self, fill: float | None) -> None:
+        super().__init__()
         self.fill, self.drawn = fill, 0
 
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.look(func, result)
+        return result
+
     def look(self, func: Any, result: Any) -> None:
-        """Look at the result of a function."""
         few = isinstance(result, Tensor) and result.numel() <= _FEW and result.is_floating_point()
         if few and getattr(func, "__name__", "") in _DRAWS:
             self.drawn += 1
             if self.fill is not None and self.drawn <= _MOST_FILLED:
                 result.detach().fill_(self.fill)
-
-
-class Filling(TorchFunctionMode):
-    """Looks at all functions in a block by ``filled``."""
-
-    def __init__(self, fill: float | None) -> None:
-        super().__init__()
-        self.filled = Filled(fill)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self.filled.look(func, result)
-        return result
 
 
 def draw(fill: float | None) -> None:
@@ -276,8 +268,11 @@ def draw(fill: float | None) -> None:
 
 @contextmanager
 def filling(fill: float | None) -> Iterator[None]:
-    """Let a few numbers be near to ``fill`` in a block, which leaves no trace in Python's and
-    NumPy's generators."""
+    """Let a few numbers be near to ``fill`` in a block, if it is given. That leaves no trace in
+    Python's and NumPy's generators."""
+    if fill is None:
+        yield
+        return
     numpy: Any = np.random.get_state
     before = random.getstate(), numpy()
     draw(fill)
@@ -293,7 +288,3 @@ def _tensors(value: object) -> Iterable[Tensor]:
     """Return tensors, but for sparse ones and those that a transform wraps."""
     leaves = (t for t in pytree.tree_leaves(value) if isinstance(t, Tensor))
     return [t for t in leaves if t.layout is torch.strided and not is_wrapped(t)]
-
-
-def _key(t: Tensor) -> int:
-    return address_of(t)

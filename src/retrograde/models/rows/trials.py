@@ -6,8 +6,7 @@ The call runs by itself, without the graph that its arguments came from, and lea
 import gc
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from weakref import ref
 
@@ -16,102 +15,66 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from retrograde.errors import NotExactError
-from retrograde.models.rows.arguments import Arguments, ResultBytes, made_by, tensors_in
+from retrograde.models.rows.arguments import (
+    Arguments,
+    RerunArguments,
+    ResultBytes,
+    made_by,
+    tensors_in,
+)
 from retrograde.models.rows.checks import Noted, Reruns
 from retrograde.models.rows.rerun import Recomputable, is_free
-from retrograde.models.rows.rerun_arguments import RerunArguments
 from retrograde.models.rows.rest_of_model import FILLS, filling
 from retrograde.replay.fingerprints import Fingerprint, fingerprints
 from retrograde.replay.referents import MODULE_TABLES
-from retrograde.replay.surroundings import Surroundings, try_out, version
+from retrograde.replay.surroundings import try_out, version
 from retrograde.run.core import hooked
 from retrograde.run.states import device_of
 from retrograde.run.transforms import hooks_of_all
 from retrograde.sizes.cache import signature
 
 
-@dataclass(frozen=True, eq=False)
-class Tried:
-    """The result of a trial. It holds no tensor that the call made.
-
-    Attributes:
-        unit: what runs again.
-        wants: whether each tensor of its result requires a gradient.
-        is_apart: whether its result has memory that its arguments have not.
-        writes: whether it writes to its arguments.
-        made: the bytes that its operations made, and whether some sizes depend on data.
-    """
-
-    unit: Recomputable
-    wants: tuple[bool, ...]
-    is_apart: bool
-    writes: bool
-    made: ResultBytes
-
-    @property
-    def decides(self) -> bool:
-        """Whether random numbers may decide what it does."""
-        drawn = self.unit.surroundings.sources
-        return not all(source.is_torchs for source in drawn) or (self.made.varies and bool(drawn))
-
-    @property
-    def made_bytes(self) -> int | None:
-        """What its operations made, if data or random numbers decide how much; else None."""
-        return self.made.nbytes if self.made.varies or self.decides else None
-
-
 def try_call(
     name: str, forward: Callable[..., Any], layers: Sequence[nn.Module], given: Arguments
-) -> Tried:
-    """Run a call of some layers once.
+) -> Recomputable:
+    """Run a call of some layers once. The result holds no tensor that the call made.
 
     If random numbers may decide what it does, it also runs with the smallest and the largest. The
-    trial in which it did the most counts.
-
-    Raises:
-        NotExactError: the call cannot be run again.
+    trial in which it did the most counts. A call that cannot be run again is refused.
     """
     tried = _tried(name, forward, layers, given, None)
     if tried.decides:
         others = [_tried(name, forward, layers, given, fill) for fill in FILLS]
-        sources = tried.unit.surroundings.sources
+        sources = tried.surroundings.sources
         tried = max(*others, tried, key=lambda one: one.made.nbytes)
-        # Python's and NumPy's were filled.
-        more = (source for source in tried.unit.surroundings.sources if source.is_torchs)
-        surroundings = replace(
-            tried.unit.surroundings, sources=(*dict.fromkeys((*sources, *more)),)
-        )
-        tried = replace(tried, unit=replace(tried.unit, surroundings=surroundings))
+        found = tried.surroundings
+        more = (source for source in found.sources if source.is_torchs)  # others' were filled
+        found = replace(found, sources=(*dict.fromkeys((*sources, *more)),))
+        tried = replace(tried, surroundings=found)
     return tried
 
 
 def _tried(
     name: str, forward: Callable[..., Any], layers: Sequence[nn.Module], given: Arguments,
     fill: float | None,
-) -> Tried:  # fmt: skip
+) -> Recomputable:  # fmt: skip
     """Run a call of some layers once, with few numbers that it draws as ``fill`` says."""
     tensors = tensors_in(given.leaves)
     versions = [version(t) for t in tensors]
     saved: list[ref[Tensor]] = []
-    reruns, ours = Reruns(counts=False), set[int]()
-    noted, bytes_made = Noted(reruns), ResultBytes()
-
-    def pack(t: Tensor) -> Tensor:
-        saved.append(ref(held := t.detach()))
-        if not is_free(t, ours):
-            noted.add(t)
-        return held
+    reruns, bytes_made = Reruns(counts=False), ResultBytes()
 
     def call() -> Any:
-        nonlocal noted
-        noted = Noted(reruns)
         args, kwargs, entered = RerunArguments(given).enter(given.leaves)
-        ours.update(map(id, entered))
-        with (
-            nullcontext() if fill is None else filling(fill),
-            saved_tensors_hooks(pack, lambda t: t),
-            bytes_made,
-        ):
+        noted, ours = Noted(reruns), {*map(id, entered)}
+
+        def pack(t: Tensor) -> Tensor:
+            saved.append(ref(held := t.detach()))
+            if not is_free(t, ours):
+                noted.add(t)
+            return held
+
+        with filling(fill), saved_tensors_hooks(pack, lambda t: t), bytes_made:
             result = forward(*args, **kwargs)
         noted.settle()
         return result
@@ -130,18 +93,18 @@ def _tried(
         raise NotExactError(
             f"layer {name} is given or returns a sparse tensor: expected dense ones"
         )
-    made = made_by(result, tensors)
-    reads = _reads_of(surroundings)
-    shares = torch.is_autocast_enabled(device.type) and _shares_casts(outputs)
-    tried = Tried(
-        Recomputable(
-            name, forward, surroundings, reads, shares, replace(reruns, counts=True), fill
-        ),
-        wants=tuple(t.requires_grad for t in outputs),
+    made, changing = made_by(result, tensors), {id(b) for b in surroundings.buffers}
+    read = (*tensors_of(surroundings.found.parts()), *surroundings.found.tensors)
+    reads = [t for t in read if id(t) not in changing]
+    tried = Recomputable(
+        name, forward, surroundings, reads,
+        shares_casts=_shares_casts(outputs, device),
+        reruns=replace(reruns, counts=True),
+        fill=fill,
         is_apart=any(t is not None and t.untyped_storage().nbytes() for t in made),
         writes=versions != [version(t) for t in tensors],
         made=bytes_made,
-    )
+    )  # fmt: skip
     del result, outputs, made
     if any(one() is not None for one in saved):  # what a graph saved lives as long as that
         gc.collect()  # of cycles
@@ -170,9 +133,7 @@ def _reads_what_it_left(
 
 class Leave(torch.autograd.Function):
     """The end of a recorded call, whose backward pass takes the gradients out of ``seeds``.
-
-    ``torch.autograd.grad`` would hold gradients passed to it until it returns.
-    """
+    ``torch.autograd.grad`` would hold gradients passed to it until it returns."""
 
     @staticmethod
     def forward(ctx: Any, seeds: list[Tensor], *state: Tensor) -> Tensor:
@@ -186,9 +147,10 @@ class Leave(torch.autograd.Function):
         return found
 
 
-def _shares_casts(outputs: Sequence[Tensor]) -> bool:
+def _shares_casts(outputs: Sequence[Tensor], device: torch.device) -> bool:
     """Return whether two casts of one parameter are in a graph that was made without a cache."""
-    pending, seen, cast = [t.grad_fn for t in outputs], set[Any](), set[Any]()
+    casts = torch.is_autocast_enabled(device.type)
+    pending, seen, cast = [t.grad_fn for t in outputs if casts], set[Any](), set[Any]()
     while pending:
         node = pending.pop()
         if node is None or node in seen:
@@ -251,19 +213,10 @@ def options_key(parts: Sequence[nn.Module], tensors: Sequence[Tensor]) -> Hashab
 _OPTIONS, _TABLES = (bool, int, float, str, type(None)), {dict, OrderedDict, set}
 
 
-def _reads_of(surroundings: Surroundings) -> list[Tensor]:
-    """Return the parameters, buffers and captured tensors that a call reads and does not change."""
-    found, changing = surroundings.found, {id(b) for b in surroundings.buffers}
-    read = (*tensors_of(found.parts()), *found.tensors)
-    return [t for t in read if id(t) not in changing]
-
-
 def architecture_key(parts: Sequence[nn.Module]) -> Hashable:
-    """Return a description of some modules, equal for modules that behave alike.
-
-    It has their classes, options and sizes, and which of them share a module or a tensor. It is
-    None unless all are torch's own, without hooks.
-    """
+    """Return a description of some modules, equal for modules that behave alike. It has their
+    classes, options and sizes, and which of them share a module or a tensor. It is None unless all
+    are torch's own, without hooks."""
     numbers: dict[int, int] = {}
 
     def number(value: object) -> int:
