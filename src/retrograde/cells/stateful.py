@@ -130,8 +130,7 @@ def _assigned(
 
     def assigned() -> list[tuple[Slot, Any, Any]]:
         call()
-        changes = [(slot, then, slot.read()) for slot, then in before.changed()]
-        return [(s, a, b) for s, a, b in changes if tensors_in(b) or _counts(a, b)]
+        return [(s, a, b) for s, a, b in before.changed() if tensors_in(b) or _counts(a, b)]
 
     return try_out(assigned, [step, *modules], device)[0]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Size, Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from retrograde.errors import CellError
@@ -74,21 +74,18 @@ def find_outside(found: Referents, results: Tensors, mark: int, own: Tensors) ->
     # Pieces of one tensor, as chunk makes them, are several outputs of one node.
     pieces = {(node, k) for node, _ in older for k in range(len(outputs_of(node)))}
     before, used_before = foreign_tensors(edges, 0, pieces)
-    before_leaves = {id(t) for t in before}
-    if used_before or before_leaves & {id(t) for t in direct}:
+    used, before_leaves = {id(t) for t in direct}, {id(t) for t in before}
+    if not (used_before or before_leaves & used):
+        owned = [p for p in owned if id(p) not in before_leaves]
         parameters = distinct([*owned, *captured, *direct])
-        cut = {id(t) for t in captured}
-        return Outside(
-            parameters, [t.detach().requires_grad_() if id(t) in cut else t for t in parameters]
-        )
-    used = {id(t) for t in direct}
-    owned = [p for p in owned if id(p) in used or id(p) not in before_leaves]
-    parameters = distinct([*owned, *captured, *direct])
-    return Outside(parameters, parameters)
+        return Outside(parameters, parameters)
+    parameters, cut = distinct([*owned, *captured, *direct]), {id(t) for t in captured}
+    targets = [t.detach().requires_grad_() if id(t) in cut else t for t in parameters]
+    return Outside(parameters, targets)
 
 
 def foreign_tensors(
-    roots: Sequence[Tensor | Edge | GradientEdge], mark: int, known: Collection[Edge] = ()
+    roots: Sequence[Tensor | Edge], mark: int, known: Collection[Edge] = ()
 ) -> tuple[Tensors, set[Edge]]:
     """Return the leaves of a graph, and its edges to nodes older than ``mark``.
 
@@ -97,20 +94,16 @@ def foreign_tensors(
     """
     leaves: Tensors = []
     older: set[Edge] = set()
-    pending: list[Edge] = []
-    for root in roots:
-        if not isinstance(root, Tensor):
-            pending.append((root[0], root[1]))
-        elif root.requires_grad:
-            pending.append(get_gradient_edge(root)[:2])
+    pending: list[Edge] = [
+        (get_gradient_edge(root) if isinstance(root, Tensor) else root)[:2]
+        for root in roots
+        if not isinstance(root, Tensor) or root.requires_grad
+    ]
     visited: set[Any] = set()
     while pending:  # the order is the same at every call, since fits are looked up by leaves
         edge = pending.pop()
-        node = edge[0]
-        if node in visited and not known:
-            continue
-        number = number_of(node)
-        if number < mark or (known and edge in known):
+        node, number = edge[0], number_of(edge[0])
+        if number < mark or edge in known:
             older.add(edge)
         elif node not in visited:
             visited.add(node)
@@ -146,15 +139,13 @@ def distinct(tensors: Iterable[Tensor]) -> Tensors:
 
 
 class _StandIns(TorchFunctionMode):
-    """A mode that replaces some tensors in the arguments of torch's functions."""
+    """A mode that replaces tensors, named by their ids, in the arguments of torch's functions."""
 
     def __init__(self, stand_ins: dict[int, Tensor]) -> None:
         super().__init__()
         self.stand_ins = stand_ins
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         replaced = self._replaced
         return func(*map(replaced, args), **{k: replaced(v) for k, v in (kwargs or {}).items()})
 

@@ -149,12 +149,12 @@ class _Walk:
             found.lists.extend([value] if isinstance(value, list) else [])
             self.each(gc.get_referents(value), depth)
         elif not isinstance(value, type | ModuleType | CodeType | type(len)):
-            slots = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
-            held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-            self.attributes(value, held, depth)
+            self.attributes(value, depth)
 
-    def attributes(self, value: Any, held: dict[str, Any], depth: int) -> None:
-        """Add the attributes of an object: those in its dict, and others that it holds."""
+    def attributes(self, value: Any, depth: int) -> None:
+        """Add the attributes of an object: those in its slots and in its dict."""
+        slots = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
+        held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
         own, form = getattr(value, "__dict__", None), type(value).__name__ + ".{}"
         if isinstance(own, dict):
             self.found.holders.append((own, form))
@@ -171,7 +171,7 @@ class _Walk:
                 self.found.holders.append((table, form))
         for hooks in map(own.get, _HOOKS):
             self.each([*(hooks or {}).values()], depth)
-        self.attributes(part, {}, depth)
+        self.attributes(part, depth)
 
     def function(self, value: FunctionType, depth: int) -> None:
         code = value.__code__

@@ -8,7 +8,7 @@ and of dispatch are noted too.
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -31,16 +31,13 @@ def _switches() -> Sequence[Switch]:
         (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     ]
     for name in dir(switches):
-        attention = re.fullmatch("_get_(.*)_sdp_enabled", name)
-        other = f"_set_sdp_use_{attention[1]}" if attention else name.replace("_get_", "_set_", 1)
-        is_pair = name.startswith("_get_") and hasattr(switches, other)
-        if is_pair and not _NO_SWITCHES.search(name):
-            get, put = getattr(switches, name), getattr(switches, other)
-            try:
+        other = re.sub("_get_(.*)_sdp_enabled", r"_set_sdp_use_\1", name)
+        put = getattr(switches, other.replace("_get_", "_set_", 1), None)
+        if name.startswith("_get_") and put is not None and not _NO_SWITCHES.search(name):
+            get = getattr(switches, name)
+            with suppress(TypeError, RuntimeError):  # it takes an argument, or has no value here
                 if isinstance(get(), bool | int | str | list):
                     found.append((get, put))
-            except (TypeError, RuntimeError):  # it takes an argument, or has no value here
-                continue
     return found
 
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError
-from retrograde.replay.generators import random_position
+from retrograde.replay.generators import sources
 from retrograde.replay.trees import Structure, Tensors, flatten
 from retrograde.run.layout import check_length
 from retrograde.run.states import Like, like_of
@@ -103,11 +103,12 @@ class Steps:
 
     def __init__(self, get: Callable[[int], Any], length: int, device: torch.device) -> None:
         self.get, self.length = get, length
-        position = random_position(device)
+        torchs = [source for source in sources(device) if source.is_torchs]
+        before = [source.position() for source in torchs]
         with torch.enable_grad():  # so that an input with a history is detected at once
             leaves, self.structure = _leaves(get(0), 0)
         self.like = [*map(like_of, leaves)]
-        if position != random_position(device):
+        if before != [source.position() for source in torchs]:
             raise CellError(
                 "the inputs draw random numbers, and would differ when they are read again: "
                 "draw them from a generator that is seeded by the step"

@@ -8,7 +8,7 @@ import random
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -162,7 +162,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
     hooks = [(one, {**one}) for one in tables if isinstance(one, dict)]
     surroundings = Surroundings(torch.device("cpu"), tuple(chance), buffers)
     try:
-        with Values(found).put_back(), surroundings.without_trace():
+        with surroundings.without_trace(), ExitStack() as stack:
+            stack.callback(Values(found).restore)
             yield
     finally:
         for listed, were in weights:
