@@ -30,7 +30,7 @@ from retrograde.replay.trees import Structure, Tensors, flatten, flatten_state
 from retrograde.run.autograd import check_schedule, refuse_both
 from retrograde.run.core import Core
 from retrograde.run.settled import Settled
-from retrograde.run.sources import Moved, Stream, TimeFirst, open_source
+from retrograde.run.sources import Stream, TimeFirst, open_source
 from retrograde.run.streaming import Progress, TakeInput, run_stream
 from retrograde.run.transforms import besides_forward, refuse_transforms, uncompiled
 from retrograde.schedule import Schedule
@@ -169,7 +169,7 @@ def _cell(
     tensors = [t for t in (*states, *pytree.tree_leaves(inputs)) if isinstance(t, Tensor)]
     device = tensors[0].device if tensors else torch.device("cpu")
     with autocast_as_now(device):
-        stream = Stream.of(open_source(inputs, length, device), wants_inputs)
+        stream = Stream.of(open_source(inputs, length, device), device, wants_inputs)
         core, probed = examine_loss(
             StepLoss(as_cell(cell), loss, device), stream, states, state_spec
         )
@@ -186,7 +186,7 @@ def _module(
     device = weights[0].device
     net = Layers(cast(Mode, module.mode), weights, module.num_layers, module.bias)
     with autocast_as_now(device):
-        stream = Stream.of(open_source(inputs, length, device), wants_inputs)
+        stream = Stream.of(open_source(inputs, length, device), device, wants_inputs)
         states, state_spec = _module_state(module, stream, state)
         list_spec = flatten(states, "state")[1]
         kernels = candidates(net, states[0].shape[1])
@@ -225,7 +225,7 @@ def _check_module(module: nn.RNNBase) -> None:
 
 def _module_state(module: nn.RNNBase, stream: Stream, state: Any) -> tuple[Tensors, Structure]:
     """Return the initial state, flat, and the structure of torch's; zeros if there is none."""
-    (x, *more), weight = stream.source[0], flat_weights(module)[0]
+    (x, *more), weight = stream.read(0), flat_weights(module)[0]
     if more or x.dim() != 2 or x.shape[1] != module.input_size:
         found = ", ".join(str(tuple(t.shape)) for t in (x, *more))
         raise CellError(
@@ -255,7 +255,6 @@ def _module_state(module: nn.RNNBase, stream: Stream, state: Any) -> tuple[Tenso
 def _fitted(task: _Task, inputs: Any, memory: Memory) -> tuple[Core, Schedule]:
     """Return the core and the schedule for a budget."""
     source, first = task.stream.source, cast(StepCore, task.cores[0].core)
-    source = source.source if isinstance(source, Moved) else source
     parts = [first.surroundings.found]
     read: tuple[Any, ...] = (type(source),)
     if isinstance(source, TimeFirst):

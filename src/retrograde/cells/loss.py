@@ -21,6 +21,7 @@ from retrograde.errors import CellError
 from retrograde.recurrent.fused import Fused
 from retrograde.replay.captured import LeafWatch
 from retrograde.replay.trees import Structure, Tensors, flatten
+from retrograde.run.layout import leaves_of
 from retrograde.run.sources import Stream
 from retrograde.torch_private import next_node
 
@@ -169,8 +170,7 @@ def examine_loss(
     random numbers, changes buffers, or is no sum over steps.
     """
     fused = isinstance(part, RangeLoss)
-    pairs = zip(stream[0:1] if fused else stream[0], stream.differentiable, strict=True)
-    inputs = [x.detach().requires_grad_(wanted) for x, wanted in pairs]
+    inputs = leaves_of(stream, slice(0, 1) if fused else 0)
     tree = stream.source.structure.unflatten(inputs[:-1]), inputs[-1]
     input_spec = flatten(tree, "inputs")[1]
     last = len(stream) - 1
@@ -196,7 +196,7 @@ def examine_loss(
     )
     probed = replace(stream, probed=probing.found)
     if isinstance(part, RangeLoss) and len(stream) > 1:
-        del pairs, inputs, tree  # BUDGET: before other steps are read
+        del inputs, tree  # BUDGET: before other steps are read
         _check_sum(part, probed, state)
     return core, probed
 

@@ -21,7 +21,7 @@ from retrograde.replay.trees import Tensors
 from retrograde.run.autograd import run_schedule
 from retrograde.run.autograd_core import run_ordinary
 from retrograde.run.core import raise_again
-from retrograde.run.layout import Inputs
+from retrograde.run.layout import Inputs, leaves_of
 from retrograde.run.settled import Settled
 from retrograde.run.states import each_once, entry
 from retrograde.schedule import Action, Advance, Backward, Load, Record, Schedule, Store
@@ -94,8 +94,7 @@ def _run(
 ) -> _Results:
     steps = min(steps, len(inputs))
     with core.surroundings.measured(), muted_hooks([*core.parameters, *state]), torch.enable_grad():
-        pairs = zip(inputs[0:steps], inputs.differentiable, strict=True)
-        x = [t.detach().requires_grad_(wanted) for t, wanted in pairs]
+        x = leaves_of(inputs, slice(0, steps))
         state = each_once(lambda t: entry(t)[1], state)
         parameters = core.targets  # a captured tensor itself may go on to another parameter
         if in_parts:

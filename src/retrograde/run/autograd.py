@@ -185,7 +185,7 @@ class _Recurrence(torch.autograd.Function):
         gradients = Gradients(
             outputs=grads[:count],
             states=list(grads[count:]),
-            inputs=[layout.room(x) if eager and x is not None else None for x in wanted],
+            inputs=[torch.empty_like(x) if eager and x is not None else None for x in wanted],
             wanted=wanted,
             parameters=run.core.totals(),
             length=run.length,

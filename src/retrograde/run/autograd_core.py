@@ -27,7 +27,7 @@ from retrograde.errors import CellError
 from retrograde.replay.captured import LeafWatch
 from retrograde.replay.trees import Tensors
 from retrograde.run.core import Core, Emit, Gradient, Gradients, Tape, as_leaf, window
-from retrograde.run.layout import Inputs, steps_of
+from retrograde.run.layout import Inputs, leaves_of, steps_of
 from retrograde.run.prints import Prints
 from retrograde.run.settled import operations
 from retrograde.run.states import each_once, entry, is_real, renewed, renewed_apart
@@ -161,14 +161,7 @@ class AutogradCore(Core):
         mark = next_node()
         joint, last = not self.fused and stop - start > 1, stop == len(inputs)
         with torch.enable_grad(), self.recording():
-            x = [
-                t.detach().requires_grad_(wanted)
-                for t, wanted in zip(
-                    inputs[slice(start, stop) if joint else window(self, start, stop)],
-                    inputs.differentiable,
-                    strict=True,
-                )
-            ]
+            x = leaves_of(inputs, slice(start, stop) if joint else window(self, start, stop))
             leaves = self.fused or self.per_call > 1  # a compiled block makes leaves of states
             pairs = each_once((lambda t: (as_leaf(t),) * 2) if leaves else entry, state)
             first, given = [leaf for leaf, _ in pairs], [s for _, s in pairs]

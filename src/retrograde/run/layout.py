@@ -37,9 +37,15 @@ class Inputs(Protocol):
         """Return the number of steps."""
         ...
 
-    def __getitem__(self, index: int | slice) -> Tensors:
+    def __getitem__(self, index: Index) -> Tensors:
         """Return the leaves of one step, or of a range, with time first."""
         ...
+
+
+def leaves_of(inputs: Inputs, index: Index) -> Tensors:
+    """Return inputs as new leaves of a graph, which require a gradient if one is wanted."""
+    pairs = zip(inputs[index], inputs.differentiable, strict=True)
+    return [t.detach().requires_grad_(wanted) for t, wanted in pairs]
 
 
 class Layout:
@@ -83,10 +89,6 @@ class Layout:
         for part, value in zip(self.parts(tensors, index), values, strict=True):
             if part is not None:
                 part.copy_(value)
-
-    def room(self, x: Tensor) -> Tensor:
-        """Allocate the gradient of an input, of which every call writes its part."""
-        return torch.empty_like(x)
 
     def take(self, totals: Sequence[Gradient], index: Index, shares: Sequence[Gradient]) -> None:
         """Write the input gradients of one call into those of all steps."""

@@ -20,7 +20,7 @@ from retrograde.replay.surroundings import Values, muted_hooks
 from retrograde.replay.trees import Tensors
 from retrograde.run.autograd_core import AutogradCore
 from retrograde.run.core import Core, Emit, Gradients, Tape
-from retrograde.run.layout import InBlocks, InMemory, Inputs, Straight
+from retrograde.run.layout import InBlocks, InMemory, Inputs, Straight, leaves_of
 from retrograde.run.states import like_of
 from retrograde.schedule import Advance, Record, Schedule, Verb
 from retrograde.sizes.allocations import apart, measure, measure_phases
@@ -292,8 +292,7 @@ def _first_step_bytes(core: Core, inputs: Inputs, state: Tensors) -> int:
         return 0
 
     def call() -> object:
-        pairs = zip(inputs[0], inputs.differentiable, strict=True)
-        x = [t.detach().requires_grad_(wanted) for t, wanted in pairs]
+        x = leaves_of(inputs, 0)
         return x, core.try_first(x, state)
 
     return measure(call, device=core.surroundings.device).peak_bytes

@@ -16,7 +16,7 @@ from retrograde.machine import now
 from retrograde.plan.fit import Curve, Highest
 from retrograde.replay.trees import Tensors
 from retrograde.run.autograd_core import AutogradCore, run_ordinary
-from retrograde.run.layout import Inputs
+from retrograde.run.layout import Inputs, leaves_of
 from retrograde.run.states import each_once, entry
 from retrograde.sizes.allocations import measure_phases
 from retrograde.units import Memory, as_bytes
@@ -142,19 +142,15 @@ def ordinary_bytes(
     It runs through the first ``steps`` steps. The gradient, made by ``like``, starts at the
     outputs, and if ``whole`` at the final state too. Another measure may be taken ``by`` the way.
     """
-    numbers = (
-        inputs[0:steps][-1:] if core.output_is_total else []
-    )  # allocated here, not by the caller
+    # Allocated here, not by the caller.
+    numbers = inputs[0:steps][-1:] if core.output_is_total else []
     roots: Tensors = []
     leaves: Tensors = []
     handed: list[Any] = []
 
     def forward() -> None:
         with torch.enable_grad(), core.recording():
-            x = [
-                t.detach().requires_grad_(wanted)
-                for t, wanted in zip(inputs[0:steps], inputs.differentiable, strict=True)
-            ]
+            x = leaves_of(inputs, slice(0, steps))
             x[len(x) - len(numbers) :] = numbers
             pairs = each_once(entry, state)
             start = [leaf for leaf, _ in pairs]

@@ -30,11 +30,7 @@ from retrograde.models.rows.arguments import Arguments, tensors_in
 from retrograde.models.rows.checks import Compared, Noted, Reruns
 from retrograde.models.rows.rerun_arguments import RerunArguments
 from retrograde.plan.calls import Part
-from retrograde.replay.surroundings import (
-    Surroundings,
-    Values,
-    version,
-)
+from retrograde.replay.surroundings import Surroundings, Values, version
 from retrograde.replay.switches import autocast_as_now, cast_context
 from retrograde.replay.trees import Tensors
 from retrograde.run.core import raise_again, unsaved
