@@ -46,14 +46,15 @@ def run_stream(
 ) -> tuple[Tensor, Tensors]:
     """Run a recurrence with its loss, backpropagate it, and accumulate the gradients.
 
-    Returns the sum of all losses in double precision, and the state after the last step.
-
-    Raises:
-        CellError: a property of the core found at one step does not hold at another.
+    Returns the sum of all losses in double precision, and the state after the last step. Raises
+    CellError if a property of the core that was found at one step does not hold at another.
     """
     device = core.surroundings.device
-    counter = _Counter(progress, _work(schedule)) if progress is not None else None
-    inputs = stream if counter is None else replace(stream, reading=counter.reading)
+    inputs, counter = stream, None
+    if progress is not None:
+        starts, stops = forward_ranges(schedule)
+        counter = _Counter(progress, int((stops - starts).sum()) + schedule.length)
+        inputs = replace(stream, reading=counter.reading)
     gradients = _Streamed(
         outputs=[torch.ones((), dtype=torch.float64, device=device)],
         states=[],
@@ -84,12 +85,6 @@ def run_stream(
         )
     _hand_over(core, stream, state, gradients)
     return total, [with_attributes(t.detach(), t) for t in after]
-
-
-def _work(schedule: Schedule) -> int:
-    """Return the number of forward and backward steps in all."""
-    starts, stops = forward_ranges(schedule)
-    return int((stops - starts).sum()) + schedule.length
 
 
 def _hand_over(core: Core, stream: Stream, state: Tensors, gradients: "_Streamed") -> None:

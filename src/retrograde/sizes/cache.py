@@ -12,7 +12,6 @@ a step may depend on them.
 
 import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -58,9 +57,8 @@ class LRUCache(Generic[T]):
     pickled copy is empty."""
 
     def __init__(self, most: int = _MOST) -> None:
-        self._most = most
-        self._found: OrderedDict[Hashable, _Known[T]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._most, self._lock = most, threading.Lock()
+        self._found: Recent[_Known[T]] = Recent(most)
 
     def __len__(self) -> int:
         return len(self._found)
@@ -79,7 +77,10 @@ class LRUCache(Generic[T]):
             if known is None:
                 exact = not is_profiled()  # with another profiler, bytes are not quite certain
                 known = _Known(find(), [weakref.ref(value) for value in of], exact)
-                self._keep(key, known)
+                with self._lock:
+                    for old in [old for old, each in self._found.items() if not each.alive()]:
+                        del self._found[old]
+                    self._found[key] = known
         return known.result
 
     def _look_up(self, key: Hashable) -> _Known[T] | None:
@@ -87,16 +88,8 @@ class LRUCache(Generic[T]):
             known = self._found.get(key)
             if known is None or not known.alive() or not (known.exact or is_profiled()):
                 return None
-            self._found.move_to_end(key)
+            self._found[key] = self._found.pop(key)
             return known
-
-    def _keep(self, key: Hashable, known: _Known[T]) -> None:
-        with self._lock:
-            for old in [old for old, each in self._found.items() if not each.alive()]:
-                del self._found[old]
-            self._found[key] = known
-            while len(self._found) > self._most:
-                self._found.popitem(last=False)
 
 
 class CellFits(LRUCache[T]):
