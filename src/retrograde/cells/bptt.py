@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from retrograde.cells.as_cell import as_cell
 from retrograde.cells.cell import Cell, StepCore, later_state
-from retrograde.cells.loss import Loss, RangeLoss, StepLoss, examine_loss
+from retrograde.cells.loss import Loss, RangeLoss, StepLoss, examine_loss, state_only
 from retrograde.cells.rehearsal import measure_step
 from retrograde.errors import CellError, RetrogradeError
 from retrograde.plan import plan
@@ -196,13 +196,10 @@ def _module(
             lightest = Fused(net, partial(run_held, lightly=True))
         part = RangeLoss(lightest, loss, device)
         core, probed = examine_loss(part, stream, states, list_spec)
-    cores = [one._replace(core=_with_kernel(core, cast(Fused, one.core))) for one in kernels]
-    return _Task(cores, stream, probed, states, state_spec)
-
-
-def _with_kernel(core: StepCore, kernel: Fused) -> StepCore:
-    part = replace(cast(RangeLoss, core.cell), kernel=kernel)
-    return replace(core, cell=part, without_outputs=part.without_outputs)
+    parts = [replace(cast(RangeLoss, core.cell), kernel=cast(Fused, one.core)) for one in kernels]
+    cores = [replace(core, cell=part, without_outputs=partial(state_only, part)) for part in parts]
+    found = [one._replace(core=own) for one, own in zip(kernels, cores, strict=True)]
+    return _Task(found, stream, probed, states, state_spec)
 
 
 def _check_module(module: nn.RNNBase) -> None:
@@ -264,9 +261,7 @@ def _fitted(task: _Task, inputs: Any, memory: Memory) -> tuple[Core, Schedule]:
     tensors = map(signature, (*source[0], *task.state, *first.parameters))
     shapes = torch.get_num_threads(), task.stream.wanted, read, *tensors
 
-    @cache
-    def state_later() -> Tensors:
-        return later_state(first, task.probed, task.state)
+    state_later = cache(partial(later_state, first, task.probed, task.state))
 
     def find(settled: Settled) -> tuple[int, Fit]:
         state = state_later()

@@ -99,8 +99,8 @@ def _run_block(
 
 
 def _alike(state: Tensors) -> Tensors:
-    """Return a state of the same form for every block, so that one compiled function serves all: of
-    distinct tensors, which autograd follows while gradients are enabled."""
+    """Return a state of the same form for every block, so that one compiled function serves all.
+    Its tensors are distinct, and autograd follows them while gradients are enabled."""
     if not torch.is_grad_enabled():
         return [t.detach() for t in state]
     return [t.view_as(t) if t.requires_grad else as_leaf(t) for t in state]

@@ -19,7 +19,8 @@ import torch
 
 from retrograde.torch_private import without_dispatch, without_functions
 
-_KINDS = torch.Generator, random.Random, np.random.Generator, np.random.RandomState
+#: The types of the generators that :func:`sources` can handle.
+KINDS = torch.Generator, random.Random, np.random.Generator, np.random.RandomState
 
 
 @dataclass(frozen=True)
@@ -74,11 +75,6 @@ class Source:
             return self.position(), lambda: self.restore(copy.get_state())
         state = self.capture()
         return state, partial(self.restore, state)
-
-
-def is_generator(value: Any) -> bool:
-    """Return whether a value is a generator that :func:`sources` can handle."""
-    return isinstance(value, _KINDS)
 
 
 def sources(device: torch.device, generators: Iterable[Any] = ()) -> tuple[Source, ...]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrograde.replay.generators import is_generator
+from retrograde.replay.generators import KINDS
 
 _DEPTH = 3
 _ITEMS = 1000  # entries of a list that are searched; a longer one may be a data set
@@ -79,9 +79,7 @@ def find_referents(parts: Sequence[Any]) -> Referents:
         >>> found.modules == [linear], found.tensors[0] is scale
         (True, True)
     """
-    walk = _Walk(parts)
-    walk.run()
-    return walk.found
+    return _Walk(parts).run()
 
 
 class _Walk:
@@ -112,7 +110,7 @@ class _Walk:
             values = [value for value in values[:_ITEMS] if type(value) not in PLAIN]
         self.named(dict(enumerate(values)), "", depth)
 
-    def run(self) -> None:
+    def run(self) -> Referents:
         names, done = {*_IMPLICIT}, set[tuple[type, str]]()
         while self.pending:
             while self.pending:
@@ -124,6 +122,7 @@ class _Walk:
                         done.add((kind, name))
                         owner = _members(kind)[name]
                         self.scope(vars(owner), owner.__name__, {name}, depth)
+        return self.found
 
     def look(self, value: Any, depth: int) -> None:
         """Classify a value, and add the values inside it."""
@@ -136,7 +135,7 @@ class _Walk:
                 if part is value or id(part) not in self.seen:
                     self.seen[id(part)] = part
                     self.module(part, depth)
-        elif is_generator(value):
+        elif isinstance(value, KINDS):
             found.generators.append(value)
         elif inspect.isfunction(value):
             self.function(value, depth)

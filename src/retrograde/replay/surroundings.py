@@ -29,11 +29,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from retrograde.errors import CellError, RetrogradeError
 from retrograde.machine import MEASURING, unpacked
-from retrograde.replay.captured import distinct
 from retrograde.replay.fingerprints import fingerprints
 from retrograde.replay.generators import Source, sources
 from retrograde.replay.referents import PLAIN, Referents, find_referents
 from retrograde.replay.switches import Switch, Switches, autocast_as_now
+from retrograde.replay.trees import distinct
 from retrograde.torch_private import next_node
 
 T = TypeVar("T")
@@ -126,8 +126,7 @@ class Surroundings:
             slot.write(value)
 
     def cut(self) -> None:
-        """Cut off the tensors that the forward pass left from their graphs, and refuse to
-        differentiate them."""
+        """Cut off the tensors that the forward pass left, which may not be differentiated."""
 
         def apart(t: Tensor) -> Tensor:
             t = t.detach()
@@ -199,8 +198,10 @@ class Values:
         for (holder, form), then in zip(self.found.holders, self.values, strict=True):
             for key in dict.fromkeys((*then, *dict.keys(holder))):
                 before, now = then.get(key, ABSENT), dict.get(holder, key, ABSENT)
+                if before is now:
+                    continue
                 plain = type(before) is type(now) and type(now) in PLAIN
-                if before is not now and not (plain and before == now):
+                if not (plain and before == now):
                     slots.append((Slot(holder, key, form.format(key)), before, now))
         return slots
 
@@ -238,10 +239,8 @@ def try_out(
 
     ``made_of`` are the objects in which to search for what the call depends on. Returns the result,
     the surroundings that the call depends on, and autograd's sequence number when it began. Casts
-    of an earlier call would look like tensors from outside, so autocast caches none.
-
-    Raises:
-        CellError: the call writes to a captured tensor.
+    of an earlier call would look like tensors from outside, so autocast caches none. Raises
+    CellError if the call writes to a captured tensor.
     """
     found = find_referents(made_of)
     with MEASURING, unpacked(), torch.enable_grad():
@@ -290,10 +289,10 @@ class _Noted:
                 mark, value = next_node(), call()
             return value, mark
         finally:
-            ends = {source: source.position() for source, *_ in self.sources}
-            self.drawn = {s: ends[s] for s, then, _ in self.sources if ends[s] != then}
-            for source, _, set_back in self.sources:
-                if source in self.drawn:
+            self.drawn = {}
+            for source, then, set_back in self.sources:
+                if (end := source.position()) != then:
+                    self.drawn[source] = end
                     set_back()
             for owner in self.owners:
                 owner.put_back()
@@ -319,8 +318,8 @@ class _Noted:
 
 class _Owner:
     """Tensors of one owner before a call: a module's buffers in some ``mode``, or a captured
-    tensor, whose mode is None, and of which a few numbers are noted at most. A large buffer is
-    skipped if an earlier call in this mode did not write to it."""
+    tensor, whose mode is None. Of that a few numbers are noted at most. A large buffer is skipped
+    if an earlier call in this mode did not write to it."""
 
     def __init__(self, tensors: list[Tensor], mode: bool | None = None) -> None:
         self.tensors, self.mode, self.written = tensors, mode, False
@@ -377,9 +376,7 @@ def muted_modules(modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
 @contextmanager
 def muted_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Silence the hooks of tensors, which expect the whole gradient, not the share of one step.
-
-    ``retain_grad`` is a hook too. It cannot be removed, so ``.grad`` is restored afterwards.
-    """
+    ``retain_grad`` is a hook that cannot be removed, so ``.grad`` is restored afterwards."""
     retained = [(t, t.grad) for t in tensors if t.retains_grad]
     try:
         with _muted(t._backward_hooks for t in tensors):

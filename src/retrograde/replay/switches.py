@@ -92,9 +92,7 @@ _STACKS = [
 
 def autocast_as_now(device: torch.device) -> torch.autocast:
     """Return a context that sets autocast as it is at this moment, to be entered later (rule 4).
-
-    Its weight cache is off: a cached cast would join the graphs of different steps.
-    """
+    Its weight cache is off: a cached cast would join the graphs of different steps."""
     return torch.autocast(
         device.type,
         dtype=torch.get_autocast_dtype(device.type),
@@ -104,10 +102,8 @@ def autocast_as_now(device: torch.device) -> torch.autocast:
 
 
 def cast_context(device: torch.device) -> Any:
-    """Return an object that stands for the present autocast context, as long as that is open.
-
-    It is the node of a parameter's cast, which autocast's cache keeps.
-    """
+    """Return an object that stands for the present autocast context, as long as that is open. It is
+    the node of a parameter's cast, which autocast's cache keeps."""
     if device not in _PROBES:
         _PROBES[device] = torch.nn.Parameter(torch.ones(1, 1, device=device))
     probe = _PROBES[device]

@@ -125,12 +125,7 @@ class _Outputs:
 class _Recurrence(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        run: Run,
-        layout: Layout,
-        n_inputs: int,
-        n_state: int,
-        *tensors: Tensor,
+        ctx: Any, run: Run, layout: Layout, n_inputs: int, n_state: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         core, ctx.run = run.core, run

@@ -1,18 +1,13 @@
 """Inputs that are not held in memory: files, functions, anything indexable.
 
 A schedule runs most steps more than once, so every source is read again, and must return the same
-values. An iterator cannot be read twice, so it is refused. There are three kinds:
-
-- Tensors with time first (:class:`TimeFirst`): a range is a slice.
-- Other arrays with time first, such as a memory map (:class:`TimeFirst` too): they are copied into
-  tensors as they are read.
-- A function of the step, or anything that is indexed by it (:class:`Steps`): a range is put
-  together step by step.
+values. An iterator cannot be read twice, so it is refused. Of tensors with time first, and of other
+arrays such as a memory map, a range is a slice (:class:`TimeFirst`). Of a function of the step, or
+of anything that is indexed by it, a range is put together step by step (:class:`Steps`).
 
 torch allocates what is read, so :mod:`retrograde.sizes.allocations` counts it. The pages of a
-memory map belong to the operating system and are not counted.
-
-Inputs in main memory serve a model on a GPU: what is read is moved (:class:`Stream`).
+memory map belong to the operating system and are not counted. What is read from main memory for a
+model on a GPU is moved (:class:`Stream`).
 """
 
 import operator
@@ -34,10 +29,8 @@ from retrograde.run.states import Like, is_real, like_of
 
 
 def open_source(inputs: Any, length: SupportsIndex | None, device: torch.device) -> "Source":
-    """Make the source of some inputs for a model on ``device``, and read the first step.
-
-    Raises:
-        CellError: the inputs are of no known kind, too short, or differ when read again.
+    """Make the source of some inputs for a model on ``device``, and read the first step. Raises
+    CellError if the inputs are of no known kind, too short, or differ when read again.
 
     Example:
         >>> source = open_source(lambda t: torch.full((2,), float(t)), 5, torch.device("cpu"))

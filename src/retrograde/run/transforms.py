@@ -121,8 +121,8 @@ def refuse_transforms(tensors: Iterable[Tensor], options: Sequence[str] = ("memo
 
 
 def refuse_sharded(modules: Iterable[nn.Module], parameters: Iterable[Tensor]) -> None:
-    """Refuse modules whose parameters FSDP2 gathers for a call and frees after it: those in a
-    module to which ``fully_shard`` was applied, and those with a DTensor."""
+    """Refuse modules whose parameters FSDP2 gathers for a call and frees after it. They are in a
+    module to which ``fully_shard`` was applied, or have a DTensor."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     roots = [m for m in sharded_modules() if isinstance(m, kind)]
     sharded = {id(part) for root in roots for part in root.modules()}

@@ -12,6 +12,7 @@ a step may depend on them.
 
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -58,7 +59,7 @@ class LRUCache(Generic[T]):
 
     def __init__(self, most: int = _MOST) -> None:
         self._most, self._lock = most, threading.Lock()
-        self._found: Recent[_Known[T]] = Recent(most)
+        self._found: OrderedDict[Hashable, _Known[T]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._found)
@@ -81,6 +82,8 @@ class LRUCache(Generic[T]):
                     for old in [old for old, each in self._found.items() if not each.alive()]:
                         del self._found[old]
                     self._found[key] = known
+                    while len(self._found) > self._most:
+                        self._found.popitem(last=False)
         return known.result
 
     def _look_up(self, key: Hashable) -> _Known[T] | None:
@@ -88,7 +91,7 @@ class LRUCache(Generic[T]):
             known = self._found.get(key)
             if known is None or not known.alive() or not (known.exact or is_profiled()):
                 return None
-            self._found[key] = self._found.pop(key)
+            self._found.move_to_end(key)
             return known
 
 
