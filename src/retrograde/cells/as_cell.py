@@ -78,11 +78,8 @@ class TorchCell:
 
 
 def as_cell(cell: Any) -> Cell:
-    """Return what runs a step. Torch's own cells return their state alone.
-
-    Raises:
-        CellError: it runs whole sequences itself, or takes no state.
-    """
+    """Return what runs a step; torch's own cells return their state alone. Raises CellError if it
+    runs whole sequences itself, or takes no state."""
     kind = type(cell)
     if getattr(kind, "forward", None) in _TORCHS and "forward" not in vars(cell):
         return TorchCell(cell)

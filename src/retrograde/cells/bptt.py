@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from retrograde.cells.as_cell import as_cell
 from retrograde.cells.cell import Cell, StepCore, later_state
-from retrograde.cells.loss import Loss, RangeLoss, StepLoss, examine_loss
+from retrograde.cells.loss import Loss, RangeLoss, StepLoss, examine_loss, state_only
 from retrograde.cells.rehearsal import measure_step
 from retrograde.errors import CellError, RetrogradeError
 from retrograde.plan import plan
@@ -30,7 +30,7 @@ from retrograde.replay.trees import Structure, Tensors, flatten, flatten_state
 from retrograde.run.autograd import check_schedule, refuse_both
 from retrograde.run.core import Core
 from retrograde.run.settled import Settled
-from retrograde.run.sources import Moved, Stream, TimeFirst, open_source
+from retrograde.run.sources import Stream, TimeFirst, open_source
 from retrograde.run.streaming import Progress, TakeInput, run_stream
 from retrograde.run.transforms import besides_forward, refuse_transforms, uncompiled
 from retrograde.schedule import Schedule
@@ -169,7 +169,7 @@ def _cell(
     tensors = [t for t in (*states, *pytree.tree_leaves(inputs)) if isinstance(t, Tensor)]
     device = tensors[0].device if tensors else torch.device("cpu")
     with autocast_as_now(device):
-        stream = Stream.of(open_source(inputs, length, device), wants_inputs)
+        stream = Stream.of(open_source(inputs, length, device), device, wants_inputs)
         core, probed = examine_loss(
             StepLoss(as_cell(cell), loss, device), stream, states, state_spec
         )
@@ -186,7 +186,7 @@ def _module(
     device = weights[0].device
     net = Layers(cast(Mode, module.mode), weights, module.num_layers, module.bias)
     with autocast_as_now(device):
-        stream = Stream.of(open_source(inputs, length, device), wants_inputs)
+        stream = Stream.of(open_source(inputs, length, device), device, wants_inputs)
         states, state_spec = _module_state(module, stream, state)
         list_spec = flatten(states, "state")[1]
         kernels = candidates(net, states[0].shape[1])
@@ -196,13 +196,10 @@ def _module(
             lightest = Fused(net, partial(run_held, lightly=True))
         part = RangeLoss(lightest, loss, device)
         core, probed = examine_loss(part, stream, states, list_spec)
-    cores = [one._replace(core=_with_kernel(core, cast(Fused, one.core))) for one in kernels]
-    return _Task(cores, stream, probed, states, state_spec)
-
-
-def _with_kernel(core: StepCore, kernel: Fused) -> StepCore:
-    part = replace(cast(RangeLoss, core.cell), kernel=kernel)
-    return replace(core, cell=part, without_outputs=part.without_outputs)
+    parts = [replace(cast(RangeLoss, core.cell), kernel=cast(Fused, one.core)) for one in kernels]
+    cores = [replace(core, cell=part, without_outputs=partial(state_only, part)) for part in parts]
+    found = [one._replace(core=own) for one, own in zip(kernels, cores, strict=True)]
+    return _Task(found, stream, probed, states, state_spec)
 
 
 def _check_module(module: nn.RNNBase) -> None:
@@ -225,7 +222,7 @@ def _check_module(module: nn.RNNBase) -> None:
 
 def _module_state(module: nn.RNNBase, stream: Stream, state: Any) -> tuple[Tensors, Structure]:
     """Return the initial state, flat, and the structure of torch's; zeros if there is none."""
-    (x, *more), weight = stream.source[0], flat_weights(module)[0]
+    (x, *more), weight = stream.read(0), flat_weights(module)[0]
     if more or x.dim() != 2 or x.shape[1] != module.input_size:
         found = ", ".join(str(tuple(t.shape)) for t in (x, *more))
         raise CellError(
@@ -255,7 +252,6 @@ def _module_state(module: nn.RNNBase, stream: Stream, state: Any) -> tuple[Tenso
 def _fitted(task: _Task, inputs: Any, memory: Memory) -> tuple[Core, Schedule]:
     """Return the core and the schedule for a budget."""
     source, first = task.stream.source, cast(StepCore, task.cores[0].core)
-    source = source.source if isinstance(source, Moved) else source
     parts = [first.surroundings.found]
     read: tuple[Any, ...] = (type(source),)
     if isinstance(source, TimeFirst):
@@ -265,9 +261,7 @@ def _fitted(task: _Task, inputs: Any, memory: Memory) -> tuple[Core, Schedule]:
     tensors = map(signature, (*source[0], *task.state, *first.parameters))
     shapes = torch.get_num_threads(), task.stream.wanted, read, *tensors
 
-    @cache
-    def state_later() -> Tensors:
-        return later_state(first, task.probed, task.state)
+    state_later = cache(partial(later_state, first, task.probed, task.state))
 
     def find(settled: Settled) -> tuple[int, Fit]:
         state = state_later()

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from retrograde.cells.captured import Outside, find_outside
 from retrograde.errors import CellError
-from retrograde.replay.captured import Outside, find_outside
 from retrograde.replay.surroundings import Surroundings, try_out, version
 from retrograde.replay.trees import LEAF, Structure, Tensors, flatten, flatten_state
 from retrograde.run.autograd_core import AutogradCore
-from retrograde.run.layout import From, InMemory, Inputs
+from retrograde.run.layout import InMemory, Inputs, leaves_of
 from retrograde.run.prints import Prints
 from retrograde.run.settled import Settled
 from retrograde.run.states import Like, device_of, each_once, entry, like_of, with_attributes
@@ -35,14 +35,8 @@ Result = tuple[Tensors, Tensors, Structure, Structure]  # outputs, state, and th
 
 @dataclass(frozen=True)
 class StepCore(AutogradCore):
-    """Any cell ``cell(x_t, state) -> (y_t, state)``, called once per step; made by :func:`examine`.
-
-    ``without_outputs`` is the cell without the work that only outputs need; None to run all of it.
-    ``copied`` marks the parts of the state that the cell writes to, and receives as clones.
-    ``first_spec`` is the structure of the initial state, if step 0 changes it to another. Then
-    ``first_like`` describes the initial state's tensors, and ``made`` counts the leaves that step 0
-    creates.
-    """
+    """Any cell ``cell(x_t, state) -> (y_t, state)``, called once per step. :func:`examine` makes
+    it."""
 
     cell: Cell
     input_spec: Structure
@@ -55,11 +49,11 @@ class StepCore(AutogradCore):
     aliases: tuple[int | None, ...]
     fused: bool = False
     output_is_total: bool = False
-    without_outputs: Cell | None = None
-    copied: tuple[bool, ...] = ()
-    first_spec: Structure | None = None
-    first_like: tuple[Like, ...] = ()
-    made: int = 0
+    without_outputs: Cell | None = None  # the cell without the work that only outputs need
+    copied: tuple[bool, ...] = ()  # the parts of the state that it writes to: it is given clones
+    first_spec: Structure | None = None  # of the initial state, if step 0 changes it to another
+    first_like: tuple[Like, ...] = ()  # then of the initial state's tensors
+    made: int = 0  # then the number of leaves that step 0 creates
     settled: Settled = field(default_factory=Settled)
 
     @property
@@ -93,8 +87,8 @@ class StepCore(AutogradCore):
         self.settled.walked = not (moves or self.numbers or unused)
 
     def __call__(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
-        result = _call(self.cell, *self._arguments(inputs, state))
-        outputs, states, output_spec, state_spec = result
+        arguments = self._arguments(inputs, state)
+        outputs, states, output_spec, state_spec = _call(self.cell, *arguments)
         _check_like("state", states, state_spec, self.state_like, self.state_spec)
         if output_spec is state_spec is LEAF and outputs[0] is states[0] and self.aliases == (0,):
             return outputs, states
@@ -111,10 +105,9 @@ class StepCore(AutogradCore):
         _, after = as_pair((self.without_outputs or self.cell)(x, s))
         return flatten_state(after, _AFTER)[0]
 
-    def try_first(self, inputs: Tensors, state: Tensors) -> object:
-        return examine(
-            self.cell, inputs, self.input_spec, state, self.first_spec or self.state_spec
-        )
+    def try_first(self, inputs: Inputs, state: Tensors) -> object:
+        x, spec = leaves_of(inputs, 0), self.first_spec or self.state_spec
+        return x, examine(self.cell, x, self.input_spec, state, spec)
 
     @cached_property
     def _is_plain(self) -> bool:
@@ -148,40 +141,40 @@ def examine(
     5). It is searched for generators and buffers too (rules 2 and 3). Raises CellError if the cell
     cannot be run exactly (rule 6).
     """
-    device = device_of(*state, *inputs)
-    _check_trackable([*inputs, *state])
+    if any(t.is_inference() for t in (*inputs, *state)):
+        raise CellError(
+            "the inputs or the state were made in inference mode: expected tensors that autograd "
+            "can follow, for a gradient is wanted; clone() them, or make them under torch.no_grad"
+        )
     x = [t.detach().requires_grad_(t.requires_grad) for t in inputs]
     made_of = [*([cell] if made_of is None else made_of), *hooks_of_all()]
     step = _Trying(cell, x, input_spec, state, state_spec)
-    results, surroundings, mark = try_out(step, made_of, device)
-    core = _core_like(results[0], cell, input_spec, state, state_spec, device)
-    own = [*x, *step.leaves]
+    results, surroundings, mark = try_out(step, made_of, device_of(*state, *inputs))
+    core = step.core(results[0])
+    own, (outputs, states, *_) = [*x, *step.leaves], results[0]
+    tensors = [t for one in results for t in (*one[0], *one[1])]
     core = replace(
         core,
-        outside=find_outside(surroundings.found, _tensors_of(results), mark, own),
+        outside=find_outside(surroundings.found, tensors, mark, own),
         surroundings=surroundings,
-        aliases=_aliases(*results[0][:2]),
+        # Which part of the state each output is.
+        aliases=tuple(next((j for j, t in enumerate(states) if t is y), None) for y in outputs),
         copied=step.copied if any(step.copied) else (),
     )
     if core.first_spec is None:
         return core
     # A cell whose step 0 makes the state may create leaves. Nothing refers to these once the trial
     # is released.
-    outside = core.outside.parameters, core.outside.targets
-    references = [(weakref.ref(p), None if t is p else t) for p, t in zip(*outside, strict=True)]
+    pairs = zip(core.parameters, core.targets, strict=True)
+    references = [(weakref.ref(p), None if t is p else t) for p, t in pairs]
     core = replace(core, outside=Outside([], []))
-    outside = [], []
     results.clear()
+    del pairs, outputs, states, tensors  # BUDGET: the trial
     kept = [(p, t) for reference, t in references if (p := reference()) is not None]
     parameters = [p for p, _ in kept]
     cut = any(t is not None for _, t in kept)
     targets = [p if t is None else t for p, t in kept] if cut else parameters
     return replace(core, outside=Outside(parameters, targets), made=len(references) - len(kept))
-
-
-def _aliases(outputs: Tensors, states: Tensors) -> tuple[int | None, ...]:
-    """Return which part of the state each output is."""
-    return tuple(next((j for j, t in enumerate(states) if t is y), None) for y in outputs)
 
 
 def later_state(core: StepCore, inputs: Inputs, state: Tensors) -> Tensors:
@@ -207,12 +200,12 @@ def later_state(core: StepCore, inputs: Inputs, state: Tensors) -> Tensors:
 
 def largest_first(core: StepCore, inputs: Inputs, state: Tensors, step: int = 0) -> Inputs:
     """Return inputs that begin with the largest of a few steps, to measure by (rule 12)."""
-    blocks = core.per_call > 1  # a compiled block is one operation
-    if core.fused or blocks or not isinstance(inputs, InMemory):
+    # A compiled block is one operation.
+    if core.fused or core.per_call > 1 or not isinstance(inputs, InMemory):
         return inputs
     looked = {0, min(step, len(inputs) - 1), len(inputs) // 2, len(inputs) - 1}
     first = max(sorted(looked), key=lambda k: _operations(core, inputs, state, k))
-    return From(inputs.layout, inputs.tensors, inputs.outputs, first) if first else inputs
+    return replace(inputs, first=first)
 
 
 def _operations(core: StepCore, inputs: Inputs, state: Tensors, step: int) -> int:
@@ -236,49 +229,10 @@ def idle_steps(core: StepCore, inputs: Inputs, state: Tensors) -> int:
 def begin(
     cell: Cell, inputs: Tensors, input_spec: Structure, state: Tensors, state_spec: Structure
 ) -> tuple[StepCore, Tensors, Tensors]:
-    """Run step 0 where nothing will be differentiated.
-
-    Return a core without parameters, the outputs, and the state after. Raises CellError if the step
-    changed the structure, a shape or a dtype of its state.
-    """
+    """Run step 0 where nothing will be differentiated. Return a core without parameters, the
+    outputs, and the state after. Raises CellError if the step changed the form of its state."""
     result = _call(cell, input_spec.unflatten(inputs), state_spec.unflatten(state))
-    device = device_of(*state, *inputs)
-    core = _core_like(result, cell, input_spec, state, state_spec, device)
-    return core, *result[:2]
-
-
-def _core_like(
-    result: Result,
-    cell: Cell,
-    input_spec: Structure,
-    state: Tensors,
-    state_spec: Structure,
-    device: torch.device,
-) -> StepCore:
-    """Return a core whose steps return what step 0 did, with no parameters and no surroundings."""
-    outputs, states, output_spec, after_spec = result
-    settles = changes_structure(result, state, state_spec)
-    like = [*map(like_of, states if settles else state)]
-    if not settles:
-        if torch.is_autocast_enabled(device.type) and len(states) == len(state):
-            # A float32 state often becomes half precision from step 0 on.
-            for i, (t, was) in enumerate(zip(states, state, strict=True)):
-                if t.is_floating_point() and was.is_floating_point():
-                    like[i] = was.shape, t.dtype, was.device
-        _check_like("state", states, after_spec, like, state_spec)
-    return StepCore(
-        cell=cell,
-        input_spec=input_spec,
-        state_spec=after_spec,
-        first_spec=state_spec if settles else None,
-        first_like=tuple(map(like_of, state)),
-        output_spec=output_spec,
-        state_like=tuple(like),
-        output_like=tuple(map(like_of, outputs)),
-        outside=Outside([], []),
-        surroundings=Surroundings(device),
-        aliases=(None,) * len(outputs),
-    )
+    return _Trying(cell, inputs, input_spec, state, state_spec).core(result), *result[:2]
 
 
 def changes_structure(result: Result, given: Tensors, spec: Structure) -> bool:
@@ -286,10 +240,6 @@ def changes_structure(result: Result, given: Tensors, spec: Structure) -> bool:
     _, states, _, after_spec = result
     differs = after_spec != spec and [*map(like_of, states)] != [*map(like_of, given)]
     return differs and any(kind is not Tensor for kind in spec.kinds)
-
-
-def _tensors_of(results: list[Result]) -> Tensors:
-    return [t for outputs, states, *_ in results for t in (*outputs, *states)]
 
 
 @dataclass
@@ -311,7 +261,10 @@ class _Trying:
 
     def __call__(self) -> list[Result]:
         # What a step might write to is a clone: the caller's own tensors stay as they are.
-        pairs = each_once(lambda t: entry(t) if t.requires_grad else (_clone(t),) * 2, self.state)
+        def begun(t: Tensor) -> tuple[Tensor, Tensor]:
+            return entry(t) if t.requires_grad else (with_attributes(t.clone(), t),) * 2
+
+        pairs = each_once(begun, self.state)
         self.leaves = [leaf for leaf, _ in pairs]
         try:
             first, written = self._step([s for _, s in pairs], self.state_spec)
@@ -323,7 +276,7 @@ class _Trying:
                 results.append(later)
                 written = rerun if not any(written) else (True,) * len(rerun)
         except RuntimeError as error:
-            if _ON_A_LEAF not in str(error):
+            if "leaf Variable that requires grad" not in str(error):  # such as a view of one
                 raise
             if self.clones:
                 raise CellError(_WRITES) from error
@@ -336,6 +289,33 @@ class _Trying:
         self.clones = True
         return self()
 
+    def core(self, result: Result) -> StepCore:
+        """Return a core whose steps return what step 0 did. It has no parameters yet."""
+        outputs, states, output_spec, after_spec = result
+        device = device_of(*self.state, *self.inputs)
+        settles = changes_structure(result, self.state, self.state_spec)
+        like = [*map(like_of, states if settles else self.state)]
+        if not settles:
+            if torch.is_autocast_enabled(device.type) and len(states) == len(self.state):
+                # A float32 state often becomes half precision from step 0 on.
+                for i, (t, was) in enumerate(zip(states, self.state, strict=True)):
+                    if t.is_floating_point() and was.is_floating_point():
+                        like[i] = was.shape, t.dtype, was.device
+            _check_like("state", states, after_spec, like, self.state_spec)
+        return StepCore(
+            cell=self.cell,
+            input_spec=self.input_spec,
+            state_spec=after_spec,
+            first_spec=self.state_spec if settles else None,
+            first_like=tuple(map(like_of, self.state)),
+            output_spec=output_spec,
+            state_like=tuple(like),
+            output_like=tuple(map(like_of, outputs)),
+            outside=Outside([], []),
+            surroundings=Surroundings(device),
+            aliases=(None,) * len(outputs),
+        )
+
     def _step(self, state: Tensors, spec: Structure) -> tuple[Result, tuple[bool, ...]]:
         """Return a step's results, and which parts of the state the step writes to."""
         x = [t[...] if t.requires_grad else t for t in self.inputs]
@@ -347,16 +327,10 @@ class _Trying:
         return result, tuple(version(t) != then for t, then in zip(s, versions[1], strict=True))
 
 
-# autograd's message about a write to a leaf, or to a view of one.
-_ON_A_LEAF = "leaf Variable that requires grad"
 _WRITES = (
     "the cell writes in place to its input, or to a parameter: expected it to leave them as they "
     "are, because they are used again; return new tensors instead (x = x + 1, not x += 1)"
 )
-
-
-def _clone(t: Tensor) -> Tensor:
-    return with_attributes(t.clone(), t)
 
 
 def _copied(state: Tensors, copied: Sequence[bool]) -> Tensors:
@@ -370,24 +344,13 @@ def _check_apart(result: Result, written: Sequence[bool]) -> None:
     outputs, states, *_ = result
     for i, (state, writes) in enumerate(zip(states, written, strict=False)):
         others = [*outputs, *states[:i], *states[i + 1 :]]
-        if writes and any(_share_memory(state, t) for t in others):
+        memory = state.untyped_storage().data_ptr() if writes else 0
+        if memory and any(t.untyped_storage().data_ptr() == memory for t in others):
             raise CellError(
                 f"the cell writes in place to tensor {i} of its state, which shares its memory "
                 "with an output or with another part of the state: expected it to leave its state "
                 "as it is; return new tensors instead (h = h + 1, not h += 1), or clones"
             )
-
-
-def _share_memory(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() != 0
-
-
-def _check_trackable(tensors: Tensors) -> None:
-    if any(t.is_inference() for t in tensors):
-        raise CellError(
-            "the inputs or the state were made in inference mode: expected tensors that autograd "
-            "can follow, for a gradient is wanted; clone() them, or make them under torch.no_grad"
-        )
 
 
 def as_pair(result: Any) -> tuple[Any, Any]:
@@ -428,10 +391,8 @@ def _check_like(
 
 
 def _check_aliases(outputs: Tensors, states: Tensors, aliases: Sequence[int | None]) -> None:
-    """Check that outputs which are the state at step 0 are so at every step.
-
-    The gradient of such an output is added where the next step uses the state.
-    """
+    """Check that outputs which are the state at step 0 are so at every step. The gradient of such
+    an output is added where the next step uses the state."""
     for i, (y, alias) in enumerate(zip(outputs, aliases, strict=True)):
         if alias is not None and y is not states[alias]:
             raise CellError(

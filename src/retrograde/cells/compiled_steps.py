@@ -20,6 +20,7 @@ from retrograde.cells.cell import StepCore, as_pair
 from retrograde.errors import CellError
 from retrograde.replay.switches import autocast_as_now
 from retrograde.replay.trees import Structure, Tensors, flatten, flatten_state
+from retrograde.run.autograd_core import run_ordinary
 from retrograde.run.core import as_leaf
 from retrograde.run.states import like_of
 from retrograde.run.transforms import besides_forward
@@ -31,21 +32,21 @@ BLOCK = 8
 
 @dataclass(frozen=True)
 class CompiledSteps(StepCore):
-    """A cell that is called for a block of steps at a time; ``block`` is the compiled function."""
+    """A cell that is called for a block of steps at a time, by a compiled function. Fewer steps run
+    as a ``single`` step does."""
 
     block: "_Block | None" = None
+    single: StepCore | None = None
 
     per_call = BLOCK
-
-    @property
-    def records_ranges(self) -> bool:
-        return False
+    records_ranges = False  # type: ignore[assignment]
 
     def __call__(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
+        assert self.block is not None
+        assert self.single is not None
         begins = self.first_spec is not None and tuple(map(like_of, state)) == self.first_like
         if begins or len(inputs[0]) < BLOCK:
-            return self._plainly(inputs, state)
-        assert self.block is not None
+            return run_ordinary(self.single, inputs, state)
         with autocast_as_now(self.surroundings.device):  # recomputation replays the same autocast
             states = _alike(state)
             return self.block(self.cell, self.input_spec, self.state_spec, inputs, states)
@@ -56,52 +57,33 @@ class CompiledSteps(StepCore):
     def next_state(self, inputs: Tensors, state: Tensors) -> Tensors:
         return self(inputs, state)[1]
 
-    def _plainly(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
-        """Run steps one after the other, uncompiled."""
-        found = []
-        for x in zip(*(t.unbind() for t in inputs), strict=True):
-            y, state = super().rerun(list(x), state)
-            found.append(y)
-        return [torch.stack(ys) for ys in zip(*found, strict=True)], state
-
 
 def compiled_steps(core: StepCore) -> CompiledSteps:
-    """Return a core that calls a cell by compiled blocks.
-
-    Raises CellError if the cell's steps do more than compute outputs and a state.
-    """
-    does = _does(core)
-    if does is not None:
-        raise CellError(
-            f"the cell {does}: expected a function of its input and its state under compile=True; "
-            "leave compile=True out"
-        )
+    """Return a core that calls a cell by compiled blocks. Raises CellError if the cell's steps do
+    more than compute outputs and a state."""
+    around = core.surroundings
+    besides = [one for one in map(besides_forward, around.found.parts()) if one and "hook" in one]
+    refused = {
+        "draws random numbers": around.sources,
+        "changes its buffers or attributes": around.moves or around.changing,
+        "writes in place to its state": any(core.copied),
+        "captures tensors that were computed from one another, or from a parameter that it uses "
+        "too": core.targets is not core.parameters,
+        f"has {', '.join(besides[:1])}": besides,  # a block would miss one that is registered later
+        "has numbers in its state": core.numbers,
+    }
+    for does, given in refused.items():
+        if given:
+            raise CellError(
+                f"the cell {does}: expected a function of its input and its state under "
+                "compile=True; leave compile=True out"
+            )
     cell: Any = core.cell
     key = cell if isinstance(cell, nn.Module) else getattr(cell, "__code__", type(cell))
     block = _BLOCKS.setdefault(key, _Block())
     known = {field.name: getattr(core, field.name) for field in fields(core)}
     known["aliases"] = (None,) * len(core.aliases)  # outputs are stacked
-    return CompiledSteps(**known, block=block)
-
-
-def _does(core: StepCore) -> str | None:
-    """Return what a cell's steps do that a compiled block would not reproduce exactly, or None."""
-    parts = core.surroundings.found.parts()
-    besides = [one for one in map(besides_forward, parts) if one and "hook" in one]
-    if core.surroundings.sources:
-        return "draws random numbers"
-    if core.surroundings.moves or core.surroundings.changing:
-        return "changes its buffers or attributes"
-    if any(core.copied):
-        return "writes in place to its state"
-    if core.targets is not core.parameters:
-        return (
-            "captures tensors that were computed from one another, or from a parameter that it "
-            "uses too"
-        )
-    if besides:  # a compiled block would miss one that is registered later
-        return f"has {besides[0]}"
-    return "has numbers in its state" if core.numbers else None
+    return CompiledSteps(**known, block=block, single=core)
 
 
 def _run_block(
@@ -118,20 +100,15 @@ def _run_block(
 
 def _alike(state: Tensors) -> Tensors:
     """Return a state of the same form for every block, so that one compiled function serves all.
-
-    Its parts are distinct tensors. While gradients are enabled, autograd follows each of them.
-    """
+    Its tensors are distinct, and autograd follows them while gradients are enabled."""
     if not torch.is_grad_enabled():
         return [t.detach() for t in state]
     return [t.view_as(t) if t.requires_grad else as_leaf(t) for t in state]
 
 
 class _Block:
-    """A compiled :func:`_run_block` for one cell.
-
-    Each instance copies the code object, because ``torch.compile`` limits the variants that it
-    keeps for one. Another batch size, for instance, is another variant.
-    """
+    """A compiled :func:`_run_block` for one cell. Each has a code object of its own, because
+    ``torch.compile`` limits the variants that it keeps for one, such as batch sizes."""
 
     def __init__(self) -> None:
         self.compiled: Callable[..., tuple[Tensors, Tensors]] | None = None

@@ -11,6 +11,7 @@ A step's loss may be None. A cell is examined at a step that has a loss, if one 
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ from torch import Tensor
 from retrograde.cells.cell import Cell, StepCore, as_pair, examine
 from retrograde.errors import CellError
 from retrograde.recurrent.fused import Fused
-from retrograde.replay.captured import LeafWatch
 from retrograde.replay.trees import Structure, Tensors, flatten
+from retrograde.run.foreign import LeafWatch
+from retrograde.run.layout import leaves_of
 from retrograde.run.sources import Stream
 from retrograde.torch_private import next_node
 
@@ -41,11 +43,6 @@ class StepLoss:
     loss: Loss
     device: torch.device
 
-    @property
-    def made_of(self) -> list[Any]:
-        """The objects in which to search for what the core depends on."""
-        return [self.cell, self.loss]
-
     def run(self, x: Any, state: Any) -> tuple[Any, Any]:
         """Return the output and the state after the step."""
         return as_pair(self.cell(x, state))
@@ -60,28 +57,16 @@ class StepLoss:
         step = int(number)
         return as_summand(self.told(step, y), f"step {step}", self.device), after
 
-    def without_outputs(self, inputs: Any, state: Any) -> tuple[None, Any]:
-        """Return the state only."""
-        return None, self.run(inputs[0], state)[1]
-
 
 @dataclass(frozen=True)
 class RangeLoss:
-    """A fused kernel and ``loss(range, y)``, where y is (L, B, H).
-
-    The loss is the sum of the steps' losses, or None. ``parameters`` are the tensors that require a
-    gradient and that the loss may use; None if they are not known yet.
-    """
+    """A fused kernel and ``loss(range, y)``, where y is (L, B, H). The loss is the sum of the
+    losses of the steps, or None."""
 
     kernel: Fused
     loss: Loss
     device: torch.device
-    parameters: Sequence[Tensor] | None = None
-
-    @property
-    def made_of(self) -> list[Any]:
-        """The objects in which to search for what the core depends on."""
-        return [self.kernel.net.weights, self.loss]
+    parameters: Sequence[Tensor] | None = None  # that the loss may use, if they are known yet
 
     def run(self, x: Any, state: Any) -> tuple[Tensor, Tensors]:
         """Return the outputs and the state after the range."""
@@ -104,10 +89,6 @@ class RangeLoss:
             self._check(summand, y, mark, where)
         return summand, after
 
-    def without_outputs(self, inputs: Any, state: Any) -> tuple[None, Tensors]:
-        """Return the state only."""
-        return None, self.run(inputs[0], state)[1]
-
     def _check(self, summand: Tensor, y: Tensor, mark: int, where: str) -> None:
         """Check rule 5 for the loss only, because the kernel's graph may be long, and is known."""
         known = y, *(self.parameters or ())
@@ -119,12 +100,14 @@ class RangeLoss:
             )
 
 
-def as_summand(value: Any, where: str, device: torch.device) -> Tensor:
-    """Return a loss as a new scalar, or zero for None, in double precision.
+def state_only(part: StepLoss | RangeLoss, inputs: Any, state: Any) -> tuple[None, Any]:
+    """Run a step or a range without its loss."""
+    return None, part.run(inputs[0], state)[1]
 
-    A sum may have millions of these. Raises CellError if the loss is no real scalar tensor, or
-    lacks a gradient where it needs one.
-    """
+
+def as_summand(value: Any, where: str, device: torch.device) -> Tensor:
+    """Return a loss as a new scalar, or zero for None, in double precision, since a sum may have
+    millions of these. Raises CellError if it is no real scalar tensor, or lacks a gradient."""
     if value is None:
         return torch.zeros((), dtype=torch.float64, device=device)
     remedy = "return a scalar tensor, or None where there is no loss"
@@ -163,20 +146,18 @@ class _Probing:
 def examine_loss(
     part: StepLoss | RangeLoss, stream: Stream, state: Tensors, state_spec: Structure
 ) -> tuple[StepCore, Stream]:
-    """Return the core of a cell or kernel with its loss, and inputs to measure it by.
-
-    The inputs are those of a step that has a loss. Raises CellError also if a kernel's loss draws
-    random numbers, changes buffers, or is no sum over steps.
-    """
+    """Return the core of a cell or kernel with its loss, and inputs to measure it by: those of a
+    step with a loss. Raises CellError also if a kernel's loss draws random numbers, changes
+    buffers, or is no sum over steps."""
     fused = isinstance(part, RangeLoss)
-    pairs = zip(stream[0:1] if fused else stream[0], stream.differentiable, strict=True)
-    inputs = [x.detach().requires_grad_(wanted) for x, wanted in pairs]
+    inputs = leaves_of(stream, slice(0, 1) if fused else 0)
     tree = stream.source.structure.unflatten(inputs[:-1]), inputs[-1]
     input_spec = flatten(tree, "inputs")[1]
     last = len(stream) - 1
     numbers = dict.fromkeys((0, last, *range(1, min(last, PROBED))))
     probing = _Probing(part, numbers)
-    core = examine(probing, inputs, input_spec, state, state_spec, part.made_of)
+    runs = part.kernel.net.weights if isinstance(part, RangeLoss) else part.cell
+    core = examine(probing, inputs, input_spec, state, state_spec, [runs, part.loss])
     around = core.surroundings
     plain = not (around.moves or around.moving)
     if isinstance(part, RangeLoss):
@@ -187,16 +168,11 @@ def examine_loss(
                 "such as an nn.LSTMCell, instead of the module"
             )
         part = replace(part, parameters=tuple(core.targets))
-    core = replace(
-        core,
-        cell=part,
-        fused=fused,
-        output_is_total=True,
-        without_outputs=part.without_outputs if plain else None,
-    )
+    stated = partial(state_only, part) if plain else None
+    core = replace(core, cell=part, fused=fused, output_is_total=True, without_outputs=stated)
     probed = replace(stream, probed=probing.found)
     if isinstance(part, RangeLoss) and len(stream) > 1:
-        del pairs, inputs, tree  # BUDGET: before other steps are read
+        del inputs, tree  # BUDGET: before other steps are read
         _check_sum(part, probed, state)
     return core, probed
 

@@ -7,21 +7,19 @@ parameters may differ by rounding, since they are added in another order.
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from retrograde.cells.cell import StepCore, largest_first
 from retrograde.errors import CellError
-from retrograde.replay.captured import distinct
 from retrograde.replay.fingerprints import fingerprint
 from retrograde.replay.surroundings import muted_hooks
-from retrograde.replay.trees import Tensors
+from retrograde.replay.trees import Tensors, distinct
 from retrograde.run.autograd import run_schedule
 from retrograde.run.autograd_core import run_ordinary
 from retrograde.run.core import raise_again
-from retrograde.run.layout import Inputs
+from retrograde.run.layout import Inputs, leaves_of
 from retrograde.run.settled import Settled
 from retrograde.run.states import each_once, entry
 from retrograde.schedule import Action, Advance, Backward, Load, Record, Schedule, Store
@@ -31,9 +29,8 @@ from retrograde.sizes.footprint import step_bytes
 _STEPS = 4
 
 
-class _Results(NamedTuple):
-    exact: list[Tensor | None]  # outputs, states, and the gradients of inputs and first states
-    parameters: list[Tensor | None]  # their gradients
+# Outputs, states, and the gradients of inputs and first states; and the parameters' gradients.
+_Results = tuple[list[Tensor | None], list[Tensor | None]]
 
 
 def measure_step(
@@ -94,8 +91,7 @@ def _run(
 ) -> _Results:
     steps = min(steps, len(inputs))
     with core.surroundings.measured(), muted_hooks([*core.parameters, *state]), torch.enable_grad():
-        pairs = zip(inputs[0:steps], inputs.differentiable, strict=True)
-        x = [t.detach().requires_grad_(wanted) for t, wanted in pairs]
+        x = leaves_of(inputs, slice(0, steps))
         state = each_once(lambda t: entry(t)[1], state)
         parameters = core.targets  # a captured tensor itself may go on to another parameter
         if in_parts:
@@ -117,7 +113,7 @@ def _run(
     known = {id(t) for t in parameters}  # a state may be one
     exact = [*(t.detach() for t in (*outputs, *after)), *(by.get(id(t)) for t in x)]
     exact += [by.get(id(t)) for t in state if id(t) not in known]
-    return _Results(exact, [by.get(id(t)) for t in parameters])
+    return exact, [by.get(id(t)) for t in parameters]
 
 
 def _seed_of(t: Tensor) -> Tensor:
@@ -138,8 +134,8 @@ def _in_halves(steps: int) -> Schedule:
 
 def _alike(one: _Results, other: _Results) -> bool:
     """Return whether two runs gave the same bits, and the same gradients of parameters."""
-    same = len(one.exact) == len(other.exact) and all(map(_same, one.exact, other.exact))
-    return same and all(map(_near, one.parameters, other.parameters))
+    same = len(one[0]) == len(other[0]) and all(map(_same, one[0], other[0]))
+    return same and all(map(_near, one[1], other[1]))
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:
@@ -151,10 +147,6 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
 def _near(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None or _same(a, b):
         return _same(a, b)
-    a, b = a.to_dense(), b.to_dense()
-    kind = (
-        torch.get_autocast_dtype(a.device.type)
-        if torch.is_autocast_enabled(a.device.type)
-        else a.dtype
-    )
+    a, b, place = a.to_dense(), b.to_dense(), a.device.type
+    kind = torch.get_autocast_dtype(place) if torch.is_autocast_enabled(place) else a.dtype
     return bool((a - b).norm() <= torch.finfo(kind).eps ** 0.5 * a.norm())

@@ -78,7 +78,10 @@ class Stateful:
         if not any(map(_with_history, slots)):
             return held
         results: list[Any] = []
-        leaves = pytree.tree_map_only(Tensor, _leaf, held.first(arguments[1]))
+        first = held.first(arguments[1])
+        leaves = pytree.tree_map_only(
+            Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), first
+        )
         try_out(lambda: results.append(held(arguments[0], leaves)), [step, *modules], device)
         read = _read(pytree.tree_leaves(results), held._parted(leaves)[0])
         # A first value that no step depends on comes without the graph behind it.
@@ -128,25 +131,19 @@ def _assigned(
     results are slots, with their values before and after."""
     before = Values(find_referents(modules))
 
+    def counts(then: Any, now: Any) -> bool:
+        return type(then) is type(now) and type(now) in (int, float)
+
     def assigned() -> list[tuple[Slot, Any, Any]]:
         call()
-        changes = [(slot, then, slot.read()) for slot, then in before.changed()]
-        return [(s, a, b) for s, a, b in changes if tensors_in(b) or _counts(a, b)]
+        return [(s, a, b) for s, a, b in before.changed() if tensors_in(b) or counts(a, b)]
 
     return try_out(assigned, [step, *modules], device)[0]
-
-
-def _counts(then: Any, now: Any) -> bool:
-    return type(then) is type(now) and type(now) in (int, float)
 
 
 def _with_history(slot: _StateSlot) -> bool:
     leaves = pytree.tree_leaves(slot.initial) if slot.settled else []
     return any(isinstance(t, Tensor) and t.requires_grad for t in leaves)
-
-
-def _leaf(t: Tensor) -> Tensor:
-    return t.detach().requires_grad_(t.requires_grad)
 
 
 def _read(results: list[Any], slots: Sequence[Any]) -> list[bool]:

@@ -30,7 +30,7 @@ from retrograde.recurrent.core import HeldLayers
 from retrograde.recurrent.fastest import fit_measured
 from retrograde.recurrent.plan import HeldPlan
 from retrograde.replay.switches import autocast_as_now
-from retrograde.replay.trees import Structure, Tensors, flatten, flatten_inputs, flatten_state
+from retrograde.replay.trees import LEAF, Structure, Tensors, flatten, flatten_inputs, flatten_state
 from retrograde.run.autograd import check_schedule, refuse_both, run_schedule, run_without_gradient
 from retrograde.run.autograd_core import run_ordinary
 from retrograde.run.layout import InBlocks, Inputs, Layout, Rows, Straight, check_length
@@ -184,12 +184,11 @@ class CellCall:
                 refuse_transforms(given, self.asked)
             if (own := self._layer(cell, state)) is not None:
                 y, after = own[0](self.tensors[0], own[1])
-                return [y], flatten(y, "output of the cell")[1], cast(TorchCell, cell).left(after)
+                return [y], LEAF, cast(TorchCell, cell).left(after)
             found = self._fit_loops(cell, state)
             if found is not None:
                 y, *after = self._by_loops(*found[:3])
-                spec = flatten(y, "output of the cell")[1]
-                return [y], spec, found[3].unflatten(parted(after))
+                return [y], LEAF, found[3].unflatten(parted(after))
             core = self.examine(cell, states, state_spec)
             outputs, after = self._recorded(core, states)
         return outputs, core.output_spec, core.state_spec.unflatten(after)
@@ -236,12 +235,9 @@ class CellCall:
         surroundings, inputs, memory = core.surroundings, self.read, cast(Memory, self.memory)
         moving = tuple(b.nbytes for b in surroundings.buffers), len(surroundings.sources)
         tensors = map(signature, (*self.tensors, *inputs[0], *states, *core.parameters))
-        ways = moving, torch.get_num_threads(), self.compile
-        shapes = *ways, core.state_like, *tensors
+        shapes = moving, torch.get_num_threads(), self.compile, core.state_like, *tensors
 
-        @cache
-        def state_later() -> Tensors:
-            return later_state(core, inputs, states)
+        state_later = cache(partial(later_state, core, inputs, states))
 
         def find(settled: Settled) -> Fit:
             later = state_later()
@@ -257,9 +253,8 @@ class CellCall:
             operations = max(settled.planned, core.settled.seen)
             return replace(found, node_bytes=node_bytes(found.schedule, operations))
 
-        parts = [core.surroundings.found]
         step = partial(measure_step, core, inputs, states, state_later)
-        return _FITS.fit(parts, shapes, repr(memory), step, find)
+        return _FITS.fit([surroundings.found], shapes, repr(memory), step, find)
 
     def _fit_loops(
         self, cell: Cell, state: Any

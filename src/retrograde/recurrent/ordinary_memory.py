@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 from retrograde.plan.fit import Highest
 from retrograde.recurrent.call import Call
 from retrograde.recurrent.weights import over_weights, stand_ins
-from retrograde.sizes.ordinary import even_from, expanded, measure_pass, ordinary_curve
+from retrograde.sizes.ordinary import expanded, grows_evenly, measure_pass, ordinary_curve
 from retrograde.torch_private import flat_weights
 from retrograde.units import Memory
 
@@ -54,7 +54,7 @@ def measure_ordinary(call: Call, memory: Memory | None) -> Ordinary:
     single = ordinary_curve(_taker(call, 1), length, memory, bends=bends) if packed else None
     steps = full.curves[0].points[-1][0]
     more = max(0, max(_taker(call, batch, expanded)(steps)) - full(steps))
-    even = call.x.is_cuda and even_from(full) is not None
+    even = call.x.is_cuda and grows_evenly(full)
     return Ordinary(batch, full, single, -(-more // steps), even)
 
 

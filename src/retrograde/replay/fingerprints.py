@@ -32,7 +32,7 @@ from retrograde.torch_private import (
 _SMALL = 256 * 1024  # bytes, at most, of a tensor with gaps that is copied to be looked at
 _WHOLE = 32 * 1024  # bytes, at most, of a tensor that is looked at as a whole at every turn
 _PARTS = 8
-_COLUMNS, _COLUMNS_ON_A_GPU = 8191, 1021  # prime numbers
+_CPU, _COLUMNS, _COLUMNS_ON_A_GPU = torch.device("cpu"), 8191, 1021  # prime numbers
 _NUMPYS = {torch.float32, torch.float64, torch.int64}  # which need no other view
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -82,13 +82,12 @@ def _fingerprint(t: Tensor, turn: int) -> Fingerprint:
     # A copy takes longer, but two tensors with the same numbers in other places then are alike.
     copies = not turn and t.is_cpu and t.nbytes <= _SMALL and not t.is_contiguous()
     flat = None if copies else _in_order(t)
-    if flat is None and t.is_cpu and t.nbytes <= _SMALL:
-        return _weighted(_part(np.ascontiguousarray(t.numpy()).reshape(-1), turn))
-    if flat is None:
+    if flat is None and not (t.is_cpu and t.nbytes <= _SMALL):
         total = t.view(_INTEGERS[t.itemsize]).sum(dtype=torch.int64)
         return int(total) if t.is_cpu else total
     if t.is_cpu:
-        return _weighted(_part(flat.numpy(), turn))
+        numbers = np.ascontiguousarray(t.numpy()).reshape(-1) if flat is None else flat.numpy()
+        return _weighted(_part(numbers, turn))
     words = _part(flat, turn)
     if words.nbytes % 8 == 0 == words.storage_offset() * words.itemsize % 8:
         words = words.view(torch.int64)
@@ -102,7 +101,7 @@ def _fingerprint(t: Tensor, turn: int) -> Fingerprint:
 
 def _weighted(numbers: NDArray[Any]) -> int:
     """Return the sum of the words of flat numbers, each by the weight of its column."""
-    weights, rest = _cpu_weights(), b""
+    weights, rest = _weights(_CPU), b""
     if numbers.nbytes % 8:  # the last bytes make no word
         data = numbers.view(np.uint8)
         numbers, rest = data[: -(len(data) % 8)], data[-(len(data) % 8) :].tobytes()
@@ -115,14 +114,10 @@ def _weighted(numbers: NDArray[Any]) -> int:
 
 
 @cache
-def _cpu_weights() -> NDArray[np.int64]:
-    """Return an odd number for each column."""
-    return np.arange(_COLUMNS) * 5_308_871_862 + 1
-
-
-@cache
-def _weights(device: torch.device) -> Tensor:
-    """Return the same numbers on a GPU, for fewer columns."""
+def _weights(device: torch.device) -> Any:
+    """Return an odd number for each column, on a GPU in a tensor."""
+    if device.type == "cpu":
+        return np.arange(_COLUMNS) * 5_308_871_862 + 1
     return torch.arange(_COLUMNS_ON_A_GPU, device=device) * 5_308_871_862 + 1
 
 

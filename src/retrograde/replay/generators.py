@@ -2,8 +2,7 @@
 
 A step draws from torch's default generators, from Python's or NumPy's global ones, or from a
 generator that it refers to. (A coin for teacher forcing is often Python's.) A recomputation must
-draw the same numbers (rule 2). So the states of these generators are stored with
-every hidden state.
+draw the same numbers (rule 2), so the generators' states are stored with every hidden state.
 
 Known limit: a generator that neither is global nor can be found from the cell is not seen.
 """
@@ -18,9 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from retrograde.torch_private import without_functions
+from retrograde.torch_private import without_dispatch, without_functions
 
-_KINDS = torch.Generator, random.Random, np.random.Generator, np.random.RandomState
+#: The types of the generators that :func:`sources` can handle.
+KINDS = torch.Generator, random.Random, np.random.Generator, np.random.RandomState
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,12 @@ class Source:
         """Return a value that changes when a number is drawn, and takes no memory of torch's."""
         if not self.is_torchs:
             return self.capture()
-        # A state has five thousand bytes, so a copy draws its next number instead.
-        if self.generator.device.type == "cpu":
-            with without_functions():
-                ahead = self.generator.clone_state()
-                return int(torch.randint(2**62, (), generator=ahead, device="cpu"))
-        if self.generator.device.type == "cuda":
-            return self.generator.initial_seed(), self.generator.get_offset()
-        return bytes(self.generator.get_state().numpy())
+        with without_functions(), without_dispatch():
+            if self.generator.device.type != "cpu":
+                return bytes(self.generator.get_state().numpy())
+            # A state has five thousand bytes, so a copy draws its next number instead.
+            ahead = self.generator.clone_state()
+            return int(torch.randint(2**62, (), generator=ahead, device="cpu"))
 
     def capture(self) -> Any:
         """Return the state. NumPy's holds arrays, which do not compare, so it is pickled."""
@@ -79,26 +77,9 @@ class Source:
         return state, partial(self.restore, state)
 
 
-def is_generator(value: Any) -> bool:
-    """Return whether a value is a generator that :func:`sources` can handle."""
-    return isinstance(value, _KINDS)
-
-
 def sources(device: torch.device, generators: Iterable[Any] = ()) -> tuple[Source, ...]:
     """Return all that a step on ``device`` may draw from: the global and the given generators."""
     python, numpy = random.random.__self__, np.random.mtrand._rand  # type: ignore[attr-defined]
-    every = [*_of_device(device), python, numpy, *generators]
+    on_gpu = [torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else []
+    every = [torch.default_generator, *on_gpu, python, numpy, *generators]
     return tuple(map(Source, {id(each): each for each in every}.values()))
-
-
-def _of_device(device: torch.device) -> list[torch.Generator]:
-    """Return torch's global generators: the CPU's and the device's."""
-    found: list[torch.Generator] = [torch.default_generator]
-    if device.type == "cuda":
-        found.append(torch.cuda.default_generators[device.index or 0])
-    return found
-
-
-def random_position(device: torch.device) -> tuple[int, ...]:
-    """Return the positions of torch's default generators, which change when one is drawn from."""
-    return tuple(Source(generator).position() for generator in _of_device(device))

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from retrograde.replay.generators import is_generator
+from retrograde.replay.generators import KINDS
 
 _DEPTH = 3
 _ITEMS = 1000  # entries of a list that are searched; a longer one may be a data set
@@ -79,9 +79,7 @@ def find_referents(parts: Sequence[Any]) -> Referents:
         >>> found.modules == [linear], found.tensors[0] is scale
         (True, True)
     """
-    walk = _Walk(parts)
-    walk.run()
-    return walk.found
+    return _Walk(parts).run()
 
 
 class _Walk:
@@ -112,7 +110,7 @@ class _Walk:
             values = [value for value in values[:_ITEMS] if type(value) not in PLAIN]
         self.named(dict(enumerate(values)), "", depth)
 
-    def run(self) -> None:
+    def run(self) -> Referents:
         names, done = {*_IMPLICIT}, set[tuple[type, str]]()
         while self.pending:
             while self.pending:
@@ -124,6 +122,7 @@ class _Walk:
                         done.add((kind, name))
                         owner = _members(kind)[name]
                         self.scope(vars(owner), owner.__name__, {name}, depth)
+        return self.found
 
     def look(self, value: Any, depth: int) -> None:
         """Classify a value, and add the values inside it."""
@@ -136,7 +135,7 @@ class _Walk:
                 if part is value or id(part) not in self.seen:
                     self.seen[id(part)] = part
                     self.module(part, depth)
-        elif is_generator(value):
+        elif isinstance(value, KINDS):
             found.generators.append(value)
         elif inspect.isfunction(value):
             self.function(value, depth)
@@ -149,12 +148,12 @@ class _Walk:
             found.lists.extend([value] if isinstance(value, list) else [])
             self.each(gc.get_referents(value), depth)
         elif not isinstance(value, type | ModuleType | CodeType | type(len)):
-            slots = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
-            held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-            self.attributes(value, held, depth)
+            self.attributes(value, depth)
 
-    def attributes(self, value: Any, held: dict[str, Any], depth: int) -> None:
-        """Add the attributes of an object: those in its dict, and others that it holds."""
+    def attributes(self, value: Any, depth: int) -> None:
+        """Add the attributes of an object: those in its slots and in its dict."""
+        slots = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
+        held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
         own, form = getattr(value, "__dict__", None), type(value).__name__ + ".{}"
         if isinstance(own, dict):
             self.found.holders.append((own, form))
@@ -171,7 +170,7 @@ class _Walk:
                 self.found.holders.append((table, form))
         for hooks in map(own.get, _HOOKS):
             self.each([*(hooks or {}).values()], depth)
-        self.attributes(part, {}, depth)
+        self.attributes(part, depth)
 
     def function(self, value: FunctionType, depth: int) -> None:
         code = value.__code__

@@ -1,14 +1,12 @@
 """The surroundings of a call: what it depends on besides its arguments, and how that is replayed.
 
-A recomputation must repeat the first run and leave no trace (rules 2, 3, 4). Replayed are
-generators, buffers that the call writes to, and plain attributes that it changes. So are the modes
-and weights of modules, and the switches of torch (:mod:`retrograde.replay.switches`). The result of
-a rerun says whether it was the same (:mod:`retrograde.replay.fingerprints`). Only if it was not,
-the likeliest cause is looked for.
-
-A trial finds what a call draws, writes to and changes (:func:`try_out`). Most calls draw nothing
-and change nothing; then nothing is stored. If a call changes one buffer of a module, all of its
-buffers count as changed. (Batch normalization's running mean is unchanged by an input of zeros.)
+A recomputation must repeat the first run and leave no trace (rules 2, 3, 4). A trial finds the
+generators, buffers and plain attributes that a call changes (:func:`try_out`), and these are
+replayed. So are the modes and weights of modules, and the switches of torch
+(:mod:`retrograde.replay.switches`). Most calls change nothing; then nothing is stored. If a call
+changes one buffer of a module, all of its buffers count as changed. (Batch normalization's running
+mean is unchanged by an input of zeros.) The result of a rerun says whether it was the same
+(:mod:`retrograde.replay.fingerprints`). Only if it was not, the likeliest cause is looked for.
 
 Known limits: a trial leaves some things as the call left them. These are large captured tensors
 that a refused call wrote to, a closure's variables, globals, and what cannot be found from the
@@ -17,7 +15,7 @@ cell.
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -31,11 +29,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from retrograde.errors import CellError, RetrogradeError
 from retrograde.machine import MEASURING, unpacked
-from retrograde.replay.captured import distinct
 from retrograde.replay.fingerprints import fingerprints
 from retrograde.replay.generators import Source, sources
 from retrograde.replay.referents import PLAIN, Referents, find_referents
 from retrograde.replay.switches import Switch, Switches, autocast_as_now
+from retrograde.replay.trees import distinct
 from retrograde.torch_private import next_node
 
 T = TypeVar("T")
@@ -83,29 +81,18 @@ def _without_graph(t: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """The surroundings that matter to one call, as a trial found them.
+    """The surroundings that matter to one call, as a trial found them."""
 
-    Attributes:
-        device: where it runs.
-        sources: the generators that it draws from.
-        buffers: the tensors that it writes to.
-        moving: the attributes that it changes, whose values are noted before each call.
-        changing: all attributes that it changes, which a rerun puts back.
-        left: where it leaves tensors that have a history, and their bytes.
-        left_bytes: the bytes of other tensors that it leaves.
-        growing: lists that it adds to, which a rerun shortens again.
-        found: the objects that it refers to.
-    """
-
-    device: torch.device
-    sources: tuple[Source, ...] = ()
-    buffers: tuple[Tensor, ...] = ()
-    moving: tuple[Slot, ...] = ()
-    changing: tuple[Slot, ...] = ()
+    device: torch.device  # where it runs
+    sources: tuple[Source, ...] = ()  # the generators that it draws from
+    buffers: tuple[Tensor, ...] = ()  # the tensors that it writes to
+    moving: tuple[Slot, ...] = ()  # the attributes that it changes, noted before each call
+    changing: tuple[Slot, ...] = ()  # all attributes that it changes, which a rerun puts back
+    # Where it leaves tensors that have a history, and their bytes.
     left: Mapping[Slot, int] = field(default_factory=dict)
-    left_bytes: int = 0
-    growing: tuple[list[Any], ...] = ()
-    found: Referents = field(default_factory=Referents)
+    left_bytes: int = 0  # the bytes of other tensors that it leaves
+    growing: tuple[list[Any], ...] = ()  # lists that it adds to, which a rerun shortens again
+    found: Referents = field(default_factory=Referents)  # the objects that it refers to
 
     @property
     def moves(self) -> bool:
@@ -115,14 +102,14 @@ class Surroundings:
     @cached_property
     def modes(self) -> list[Switch]:
         """What decides how modules run: whether they train, their parameters and buffers."""
-        parts = self.found.parts()
-        tables: Any = (table for m in parts for table in (m._parameters, m._buffers))
-        of_modules = [table for table in tables if isinstance(table, dict)]  # no scripted one's
-        slots = [Slot(table, name, name) for table in of_modules for name in table]
-        modes: list[Switch] = [
-            (partial(getattr, m, "training"), partial(setattr, m, "training")) for m in parts
-        ]
-        return modes + [(slot.read, slot.write) for slot in slots]
+        modes: list[Switch] = []
+        for m in self.found.parts():
+            modes.append((partial(getattr, m, "training"), partial(setattr, m, "training")))
+            tables: Any = m._parameters, m._buffers
+            of_module = [table for table in tables if isinstance(table, dict)]  # no scripted one's
+            slots = [Slot(table, name, name) for table in of_module for name in table]
+            modes += [(slot.read, slot.write) for slot in slots]
+        return modes
 
     def marks(self) -> Switches:
         """Note what surrounds a call that begins now, besides what :meth:`capture` copies."""
@@ -145,8 +132,7 @@ class Surroundings:
             slot.write(value)
 
     def cut(self) -> None:
-        """Cut off the tensors that the forward pass left from their graphs, and refuse to
-        differentiate them."""
+        """Cut off the tensors that the forward pass left, which may not be differentiated."""
 
         def apart(t: Tensor) -> Tensor:
             t = t.detach()
@@ -180,10 +166,11 @@ class Surroundings:
             MEASURING,
             unpacked(),
             muted_modules(self.found.parts()),
-            Values(self.found).put_back(),
             self.without_trace(),
             autocast_as_now(self.device),
+            ExitStack() as stack,
         ):
+            stack.callback(Values(self.found).restore)
             yield
 
     def differs(self, what: str) -> RetrogradeError:
@@ -211,33 +198,29 @@ class Values:
         self.found, self.lengths = found, [*map(len, found.lists)]
         self.values = [dict(dict.items(holder)) for holder, _ in found.holders]
 
-    @contextmanager
-    def put_back(self) -> Iterator[None]:
-        """Put back after a block what has changed since."""
-        try:
-            yield
-        finally:
-            self.restore()
-
-    def changed(self) -> list[tuple[Slot, Any]]:
-        """Return what has changed since, and each value then."""
+    def changed(self) -> list[tuple[Slot, Any, Any]]:
+        """Return what has changed since, and each value then and now."""
         slots = []
         for (holder, form), then in zip(self.found.holders, self.values, strict=True):
             for key in dict.fromkeys((*then, *dict.keys(holder))):
                 before, now = then.get(key, ABSENT), dict.get(holder, key, ABSENT)
-                if before is not now and not _equal(before, now):
-                    slots.append((Slot(holder, key, form.format(key)), before))
+                if before is now:
+                    continue
+                plain = type(before) is type(now) and type(now) in PLAIN
+                if not (plain and before == now):
+                    slots.append((Slot(holder, key, form.format(key)), before, now))
         return slots
 
     def restore(self) -> list[list[Any]]:
         """Put back what has changed, shorten the lists that have grown, and return these."""
-        for slot, value in self.changed():
-            slot.write(value)
-        pairs = zip(self.found.lists, self.lengths, strict=True)
-        grown = [(each, length) for each, length in pairs if len(each) > length]
-        for each, length in grown:
-            del each[length:]
-        return [each for each, _ in grown]
+        for slot, then, _ in self.changed():
+            slot.write(then)
+        grown = []
+        for each, length in zip(self.found.lists, self.lengths, strict=True):
+            if len(each) > length:
+                grown.append(each)
+                del each[length:]
+        return grown
 
 
 def copy_back(tensors: Sequence[Tensor], copies: Iterable[Tensor]) -> None:
@@ -246,16 +229,6 @@ def copy_back(tensors: Sequence[Tensor], copies: Iterable[Tensor]) -> None:
         for t, copy in zip(tensors, copies, strict=False):
             with _unsafe_preserve_version_counter(t):
                 t.copy_(copy)
-
-
-def is_plain(value: Any) -> bool:
-    """Return whether a value is a number, a text or the like, or absent."""
-    return value is ABSENT or type(value) in PLAIN
-
-
-def _equal(a: Any, b: Any) -> bool:
-    """Return whether two values are equal, and plain."""
-    return type(a) is type(b) and type(a) in PLAIN and bool(a == b)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -272,10 +245,8 @@ def try_out(
 
     ``made_of`` are the objects in which to search for what the call depends on. Returns the result,
     the surroundings that the call depends on, and autograd's sequence number when it began. Casts
-    of an earlier call would look like tensors from outside, so autocast caches none.
-
-    Raises:
-        CellError: the call writes to a captured tensor.
+    of an earlier call would look like tensors from outside, so autocast caches none. Raises
+    CellError if the call writes to a captured tensor.
     """
     found = find_referents(made_of)
     with MEASURING, unpacked(), torch.enable_grad():
@@ -283,13 +254,9 @@ def try_out(
         value, mark = noted.run(call)
         if noted.drawn and threading.active_count() > 1:  # another thread may have moved them
             del value  # BUDGET: the graph of one call at a time
-            moved, noted, own = noted.drawn, _Noted(found, device), _Seeded()
-
-            def seen() -> T:
-                with own:  # and not what looks at the generators
-                    return call()
-
-            value, mark = noted.run(seen)
+            moved, noted = noted.drawn, _Noted(found, device)
+            with _Seeded() as own:  # type: ignore[no-untyped-call]
+                value, mark = noted.run(call)
             noted.drawn = {
                 source: end
                 for source, end in noted.drawn.items()
@@ -304,9 +271,7 @@ def try_out(
 class _Seeded(TorchDispatchMode):
     """Notes whether its own thread calls an operation that may draw."""
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen = False
+    seen = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen |= torch.Tag.nondeterministic_seeded in func.tags
@@ -330,15 +295,14 @@ class _Noted:
                 mark, value = next_node(), call()
             return value, mark
         finally:
-            ends = {source: source.position() for source, *_ in self.sources}
-            self.drawn = {s: ends[s] for s, then, _ in self.sources if ends[s] != then}
-            for source, _, set_back in self.sources:
-                if source in self.drawn:
+            self.drawn = {}
+            for source, then, set_back in self.sources:
+                if (end := source.position()) != then:
+                    self.drawn[source] = end
                     set_back()
             for owner in self.owners:
                 owner.put_back()
-            self.changed = [(slot, then, slot.read()) for slot, then in self.values.changed()]
-            self.growing = self.values.restore()
+            self.changed, self.growing = self.values.changed(), self.values.restore()
 
     def surroundings(self) -> Surroundings:
         """Return the surroundings that a call drew from, wrote to and changed."""
@@ -350,7 +314,7 @@ class _Noted:
             self.device,
             sources=tuple(self.drawn),
             buffers=tuple(distinct(t for o in self.owners if o.written for t in o.tensors)),
-            moving=tuple(s for s, then, now in self.changed if is_plain(then) and is_plain(now)),
+            moving=tuple(s for s, *each in self.changed if {*map(type, each)} <= _PLAIN),
             changing=tuple(slot for slot, *_ in self.changed),
             left=left,
             left_bytes=sum(nbytes.values()),
@@ -360,12 +324,9 @@ class _Noted:
 
 
 class _Owner:
-    """Tensors of one owner, and their values before a call: a module's buffers in some ``mode``, or
-    a captured tensor, whose mode is None.
-
-    Of a captured tensor a few numbers are noted at most. A large buffer is skipped if an earlier
-    call in this mode did not write to it.
-    """
+    """Tensors of one owner before a call: a module's buffers in some ``mode``, or a captured
+    tensor, whose mode is None. Of that a few numbers are noted at most. A large buffer is skipped
+    if an earlier call in this mode did not write to it."""
 
     def __init__(self, tensors: list[Tensor], mode: bool | None = None) -> None:
         self.tensors, self.mode, self.written = tensors, mode, False
@@ -383,16 +344,16 @@ class _Owner:
     def put_back(self) -> None:
         """Restore the values, if any differs."""
         # A kernel may write without counting a version, and a write may leave the same value.
-        versions = [*map(version, self.tensors)]
-        self.written = versions != self.versions or self.prints != fingerprints(self.noted)
+        then, now = (self.versions, self.prints), [*map(version, self.tensors)]
+        self.written = then != (now, fingerprints(self.noted))
         if self.written:
             copy_back(self.noted, self.copies)
         elif self.mode is not None:
             _UNWRITTEN.update((t, (self.mode, version(t))) for t in self.large)
 
 
-_FEW = 16
-_LARGE = 65536  # bytes
+_PLAIN = PLAIN | {type(ABSENT)}
+_FEW, _LARGE = 16, 65536  # numbers, bytes
 # Large buffers, and in which mode no call wrote to them.
 _UNWRITTEN: Any = WeakTensorKeyDictionary()
 _WRITES = (
@@ -422,9 +383,7 @@ def muted_modules(modules: Sequence[nn.Module]) -> AbstractContextManager[None]:
 @contextmanager
 def muted_hooks(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Silence the hooks of tensors, which expect the whole gradient, not the share of one step.
-
-    ``retain_grad`` is a hook too. It cannot be removed, so ``.grad`` is restored afterwards.
-    """
+    ``retain_grad`` is a hook that cannot be removed, so ``.grad`` is restored afterwards."""
     retained = [(t, t.grad) for t in tensors if t.retains_grad]
     try:
         with _muted(t._backward_hooks for t in tensors):

@@ -8,7 +8,7 @@ and of dispatch are noted too.
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any
 
@@ -31,16 +31,13 @@ def _switches() -> Sequence[Switch]:
         (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     ]
     for name in dir(switches):
-        attention = re.fullmatch("_get_(.*)_sdp_enabled", name)
-        other = f"_set_sdp_use_{attention[1]}" if attention else name.replace("_get_", "_set_", 1)
-        is_pair = name.startswith("_get_") and hasattr(switches, other)
-        if is_pair and not _NO_SWITCHES.search(name):
-            get, put = getattr(switches, name), getattr(switches, other)
-            try:
+        other = re.sub("_get_(.*)_sdp_enabled", r"_set_sdp_use_\1", name)
+        put = getattr(switches, other.replace("_get_", "_set_", 1), None)
+        if name.startswith("_get_") and put is not None and not _NO_SWITCHES.search(name):
+            get = getattr(switches, name)
+            with suppress(TypeError, RuntimeError):  # it takes an argument, or has no value here
                 if isinstance(get(), bool | int | str | list):
                     found.append((get, put))
-            except (TypeError, RuntimeError):  # it takes an argument, or has no value here
-                continue
     return found
 
 
@@ -95,9 +92,7 @@ _STACKS = [
 
 def autocast_as_now(device: torch.device) -> torch.autocast:
     """Return a context that sets autocast as it is at this moment, to be entered later (rule 4).
-
-    Its weight cache is off: a cached cast would join the graphs of different steps.
-    """
+    Its weight cache is off: a cached cast would join the graphs of different steps."""
     return torch.autocast(
         device.type,
         dtype=torch.get_autocast_dtype(device.type),
@@ -107,10 +102,8 @@ def autocast_as_now(device: torch.device) -> torch.autocast:
 
 
 def cast_context(device: torch.device) -> Any:
-    """Return an object that stands for the present autocast context, as long as that is open.
-
-    It is the node of a parameter's cast, which autocast's cache keeps.
-    """
+    """Return an object that stands for the present autocast context, as long as that is open. It is
+    the node of a parameter's cast, which autocast's cache keeps."""
     if device not in _PROBES:
         _PROBES[device] = torch.nn.Parameter(torch.ones(1, 1, device=device))
     probe = _PROBES[device]

@@ -5,7 +5,7 @@ with its state.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,12 @@ from torch.utils import _pytree as pytree
 from retrograde.errors import CellError
 
 Tensors = list[Tensor]
+
+
+def distinct(tensors: Iterable[Tensor]) -> Tensors:
+    """Return tensors in order, each once."""
+    return list({id(t): t for t in tensors}.values())
+
 
 _NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
@@ -90,12 +96,8 @@ _REMEDIES = {
 
 
 def flatten_inputs(tree: Any) -> tuple[list[Tensor], Structure]:
-    """:func:`flatten` for the inputs of all steps, with time first.
-
-    Raises:
-        CellError: as for :func:`flatten`; also for a list of tensors of one shape, which looks like
-            one tensor for each step.
-    """
+    """:func:`flatten` for the inputs of all steps, with time first. Raises CellError also for a
+    list of tensors of one shape, which looks like one tensor for each step."""
     shapes = {getattr(t, "shape", None) for t in tree} if type(tree) is list else set()
     if len(shapes) == 1 < len(tree) and None not in shapes:
         raise CellError(

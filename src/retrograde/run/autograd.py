@@ -125,12 +125,7 @@ class _Outputs:
 class _Recurrence(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        run: Run,
-        layout: Layout,
-        n_inputs: int,
-        n_state: int,
-        *tensors: Tensor,
+        ctx: Any, run: Run, layout: Layout, n_inputs: int, n_state: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         core, ctx.run = run.core, run
@@ -185,7 +180,7 @@ class _Recurrence(torch.autograd.Function):
         gradients = Gradients(
             outputs=grads[:count],
             states=list(grads[count:]),
-            inputs=[layout.room(x) if eager and x is not None else None for x in wanted],
+            inputs=[torch.empty_like(x) if eager and x is not None else None for x in wanted],
             wanted=wanted,
             parameters=run.core.totals(),
             length=run.length,

@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from retrograde.errors import CellError
-from retrograde.replay.captured import LeafWatch
 from retrograde.replay.trees import Tensors
 from retrograde.run.core import Core, Emit, Gradient, Gradients, Tape, as_leaf, window
-from retrograde.run.layout import Inputs, steps_of
+from retrograde.run.foreign import LeafWatch
+from retrograde.run.layout import Inputs, leaves_of, steps_of
 from retrograde.run.prints import Prints
 from retrograde.run.settled import operations
 from retrograde.run.states import each_once, entry, is_real, renewed, renewed_apart
@@ -48,12 +48,9 @@ class Graph(Tape):
 
 
 class AutogradCore(Core):
-    """A core that is a function of inputs and state: of one step, or of a range if it is fused.
+    """A core that is a function of inputs and state: of one step, or of a range if it is fused."""
 
-    ``aliases`` names, for each output leaf, the state leaf that is the very same tensor, or None.
-    """
-
-    aliases: tuple[int | None, ...]
+    aliases: tuple[int | None, ...]  # for each output, the part of the state that it is, or None
     made = 0  # leaves that step 0 makes itself
     per_call = 1  # steps of a call, if it is not fused
     numbers = False  # whether the state holds numbers
@@ -97,7 +94,7 @@ class AutogradCore(Core):
     def next_state(self, inputs: Tensors, state: Tensors) -> Tensors:
         """As a call, but return the state only; work for the outputs alone may be skipped."""
 
-    def try_first(self, inputs: Tensors, state: Tensors) -> object:
+    def try_first(self, inputs: Inputs, state: Tensors) -> object:
         """Run the trial step that precedes every call, and return what it holds."""
         return None
 
@@ -161,14 +158,7 @@ class AutogradCore(Core):
         mark = next_node()
         joint, last = not self.fused and stop - start > 1, stop == len(inputs)
         with torch.enable_grad(), self.recording():
-            x = [
-                t.detach().requires_grad_(wanted)
-                for t, wanted in zip(
-                    inputs[slice(start, stop) if joint else window(self, start, stop)],
-                    inputs.differentiable,
-                    strict=True,
-                )
-            ]
+            x = leaves_of(inputs, window(self, start, stop))
             leaves = self.fused or self.per_call > 1  # a compiled block makes leaves of states
             pairs = each_once((lambda t: (as_leaf(t),) * 2) if leaves else entry, state)
             first, given = [leaf for leaf, _ in pairs], [s for _, s in pairs]
@@ -177,7 +167,7 @@ class AutogradCore(Core):
             if self.watched:
                 watch = LeafWatch([*x, *first, *self.targets], self.targets, mark)
             if joint:
-                outputs, after = _record_steps(self, x, given, start, last, emit, watch)
+                outputs, after = self._record_steps(x, given, start, last, emit, watch)
             else:
                 own = x if self.fused else [t[...] if t.requires_grad else t for t in x]
                 before = operations()
@@ -205,12 +195,38 @@ class AutogradCore(Core):
             ambient_after=self.surroundings.capture(),
         )
 
+    def _record_steps(
+        self, leaves: Tensors, state: Tensors, start: int, last: bool, emit: Emit | None,
+        watch: LeafWatch | None,
+    ) -> tuple[Tensors, Tensors]:  # fmt: skip
+        """Run the steps of a range in sequence; return a root for each output, and the state. An
+        output that is the state is left out at the last step, unless that is the ``last`` of all.
+        """
+        found, run, settled = [], self._run_for(emit), self.settled
+        for k, x in enumerate(zip(*(t.unbind() for t in leaves), strict=True), start):
+            before = operations()
+            outputs, state = run(list(x), state)
+            settled.note(k, operations() - before)
+            if emit is not None:
+                emit(k, k + 1, outputs, state)
+            if watch is not None:
+                _check_known(self, k, watch.foreign([*outputs, *state]))
+            found.append(outputs)
+        return [
+            _Join.apply(*(ys if alias is None or last else ys[:-1]))  # type: ignore[no-untyped-call]
+            for ys, alias in zip(zip(*found, strict=True), self.aliases, strict=True)
+        ], state
+
     def backpropagate(self, tape: Tape, gradients: Gradients) -> None:
         assert isinstance(tape, Graph)
-        steps = tape.stop - tape.start
-        joint = not self.fused and steps > 1
-        index = slice(tape.start, tape.stop) if joint else window(self, tape.start, tape.stop)
-        begun = _begun(gradients.parameters, joint)
+        joint = not self.fused and tape.stop - tape.start > 1
+        index = window(self, tape.start, tape.stop)
+        # Autograd adds the gradients of several steps to these totals, one after another, as it
+        # ordinarily does. The share of a single call is added afterwards.
+        begun = [
+            t if joint and t is not None and t.layout == torch.strided else None
+            for t in gradients.parameters
+        ]
         seeded = _seeded(self, tape, gradients, index)
         totals = zip(self.targets, begun, strict=True)
         seeded += ((_edge(t), total) for t, total in totals if total is not None)
@@ -239,35 +255,6 @@ class AutogradCore(Core):
         ]
         parts = [next(shares) if is_asked else None for is_asked in asked]
         _accumulate(gradients.parameters, begun, parts, self.parameters)
-
-
-def _record_steps(
-    core: AutogradCore,
-    leaves: Tensors,
-    state: Tensors,
-    start: int,
-    last: bool,
-    emit: Emit | None,
-    watch: LeafWatch | None,
-) -> tuple[Tensors, Tensors]:
-    """Run the steps of a range in sequence; return a root for each output, and the state.
-
-    An output that is the state is left out at the last step, unless that is the last step of all.
-    """
-    found, run, settled = [], core._run_for(emit), core.settled
-    for k, x in enumerate(zip(*(t.unbind() for t in leaves), strict=True), start):
-        before = operations()
-        outputs, state = run(list(x), state)
-        settled.note(k, operations() - before)
-        if emit is not None:
-            emit(k, k + 1, outputs, state)
-        if watch is not None:
-            _check_known(core, k, watch.foreign([*outputs, *state]))
-        found.append(outputs)
-    return [
-        _Join.apply(*(ys if alias is None or last else ys[:-1]))  # type: ignore[no-untyped-call]
-        for ys, alias in zip(zip(*found, strict=True), core.aliases, strict=True)
-    ], state
 
 
 class _Join(torch.autograd.Function):
@@ -311,15 +298,6 @@ def _seeded(
         elif alias is None or tape.stop == gradients.length:
             found.append((edge, part))
     return found
-
-
-def _begun(totals: list[Gradient], joint: bool) -> list[Gradient]:
-    """Return the totals to which autograd adds the parameters' gradients of several steps. It adds
-    them one after another, as ordinary autograd would; the share of a single call is added
-    afterwards."""
-    if not joint:
-        return [None] * len(totals)
-    return [t if t is not None and t.layout == torch.strided else None for t in totals]
 
 
 def _accumulate(

@@ -188,8 +188,8 @@ class Gradients:
 
 
 def window(core: Core, start: int, stop: int) -> int | slice:
-    """Return the index of a call's part in a tensor over all steps."""
-    return slice(start, stop) if core.fused else start
+    """Return the index of a call's part, or of several steps', in a tensor over all steps."""
+    return slice(start, stop) if core.fused or stop - start > 1 else start
 
 
 def as_leaf(t: Tensor) -> Tensor:

@@ -40,12 +40,8 @@ class _Later:
 
 @dataclass
 class Run:
-    """The state of one execution: the stored states, the tapes, the current state.
-
-    The caller's tensors are passed to its methods and never kept. Recordings are divided at
-    ``cuts``, which ascend. ``states`` is the number of the state's tensors after all steps, which
-    may differ from that before them.
-    """
+    """The state of one execution: the stored states, the tapes, the current state. The caller's
+    tensors are passed to its methods and never kept."""
 
     core: Core
     actions: Schedule | tuple[Action, ...]
@@ -55,8 +51,8 @@ class Run:
     state: Tensors = field(default_factory=list)
     stored: dict[int, tuple[Tensors, Snapshot]] = field(default_factory=dict)
     tapes: "list[Tape | _Later]" = field(default_factory=list)
-    cuts: Sequence[int] | None = None
-    states: int = 0
+    cuts: Sequence[int] | None = None  # where recordings are divided, ascending
+    states: int = 0  # the number of the state's tensors after all steps
     prints: Prints | None = None
 
     def forward(self, inputs: Inputs, state: Tensors, emit: Emit | None) -> Tensors:

@@ -31,15 +31,18 @@ class Inputs(Protocol):
     @property
     def differentiable(self) -> Sequence[bool]:
         """For each leaf, whether it receives a gradient."""
-        ...
 
     def __len__(self) -> int:
         """Return the number of steps."""
-        ...
 
-    def __getitem__(self, index: int | slice) -> Tensors:
+    def __getitem__(self, index: Index) -> Tensors:
         """Return the leaves of one step, or of a range, with time first."""
-        ...
+
+
+def leaves_of(inputs: Inputs, index: Index) -> Tensors:
+    """Return inputs as new leaves of a graph, which require a gradient if one is wanted."""
+    pairs = zip(inputs[index], inputs.differentiable, strict=True)
+    return [t.detach().requires_grad_(wanted) for t, wanted in pairs]
 
 
 class Layout:
@@ -47,6 +50,7 @@ class Layout:
     otherwise, each call has its own rows of every tensor."""
 
     length: int  # the number of steps
+    added = 0  # the leaves of a call beside those of the tensors
 
     @property
     def calls(self) -> int:
@@ -56,10 +60,6 @@ class Layout:
     def rows(self, index: Index) -> Index:
         """Return the rows of a call."""
         return index
-
-    def wanted(self, tensors: Tensors) -> Sequence[bool]:
-        """Return which leaves of a call receive a gradient."""
-        return [t.requires_grad for t in tensors]
 
     def leaves(self, tensors: Tensors, index: Index) -> Tensors:
         """Return the leaves of a call, or of several."""
@@ -84,10 +84,6 @@ class Layout:
             if part is not None:
                 part.copy_(value)
 
-    def room(self, x: Tensor) -> Tensor:
-        """Allocate the gradient of an input, of which every call writes its part."""
-        return torch.empty_like(x)
-
     def take(self, totals: Sequence[Gradient], index: Index, shares: Sequence[Gradient]) -> None:
         """Write the input gradients of one call into those of all steps."""
         for total, share in zip(totals, shares, strict=False):
@@ -97,35 +93,29 @@ class Layout:
 
 @dataclass(frozen=True)
 class InMemory(Inputs):
-    """The leaves of every call, cut from tensors in memory."""
+    """The leaves of every call, cut from tensors in memory. Ranges begin at step ``first``, or at
+    the last one that they can."""
 
     layout: Layout
     tensors: Tensors
     outputs: Sequence[Tensor] = ()
+    first: int = 0
 
     @functools.cached_property
     def differentiable(self) -> Sequence[bool]:
-        return self.layout.wanted(self.tensors)
+        return [*(t.requires_grad for t in self.tensors), *[False] * self.layout.added]
 
     def __len__(self) -> int:
         return self.layout.calls
 
     def __getitem__(self, index: Index) -> Tensors:
+        if self.first and isinstance(index, slice):
+            stop = min(index.stop, len(self))
+            shift = min(self.first, len(self) - stop)
+            index = slice(index.start + shift, stop + shift)
+        elif self.first and isinstance(index, int):
+            index = min(index + self.first, len(self) - 1)
         return self.layout.leaves(self.tensors, index)
-
-
-@dataclass(frozen=True)
-class From(InMemory):
-    """The same inputs, but ranges begin at step ``first``, or at the last one that they can."""
-
-    first: int = 0
-
-    def __getitem__(self, index: Index) -> Tensors:
-        if not isinstance(index, slice):
-            return self.layout.leaves(self.tensors, min(index + self.first, len(self) - 1))
-        stop = min(index.stop, len(self))
-        shift = min(self.first, len(self) - stop)
-        return self.layout.leaves(self.tensors, slice(index.start + shift, stop + shift))
 
 
 @dataclass(frozen=True)
@@ -163,9 +153,9 @@ class Rows(Layout):
         bounds = index.start, index.stop
         return index if self.sizes is None else slice(*(self.offsets[n] for n in bounds))
 
-    def wanted(self, tensors: Tensors) -> Sequence[bool]:
-        others = self.numbered + (self.sizes is not None)
-        return [tensors[0].requires_grad] + [False] * others
+    @property
+    def added(self) -> int:  # type: ignore[override]
+        return self.numbered + (self.sizes is not None)
 
     def leaves(self, tensors: Tensors, index: Index) -> Tensors:
         assert isinstance(index, slice)
@@ -196,9 +186,7 @@ class Ragged(Layout):
 
     length: int
     lengths: Tensor
-
-    def wanted(self, tensors: Tensors) -> Sequence[bool]:
-        return [*(t.requires_grad for t in tensors), False]
+    added = 1
 
     def leaves(self, tensors: Tensors, index: Index) -> Tensors:
         steps = self._numbers(index).minimum(self.lengths - 1)
@@ -244,7 +232,7 @@ class InBlocks(Layout):
     length: int
     size: int
 
-    def span(self, index: Index) -> slice:
+    def rows(self, index: Index) -> slice:
         """Return the steps of a block, or of several."""
         first, stop = (index.start, index.stop) if isinstance(index, slice) else (index, index + 1)
         return slice(first * self.size, min(stop * self.size, self.length))
@@ -253,25 +241,23 @@ class InBlocks(Layout):
     def calls(self) -> int:
         return math.ceil(self.length / self.size)
 
-    def wanted(self, tensors: Tensors) -> Sequence[bool]:
-        return self.steps.wanted(tensors)
+    @property
+    def added(self) -> int:  # type: ignore[override]
+        return self.steps.added
 
     def leaves(self, tensors: Tensors, index: Index) -> Tensors:
-        return self.steps.leaves(tensors, self.span(index))
+        return self.steps.leaves(tensors, self.rows(index))
 
     def allocate(self, values: Tensors) -> Tensors:
         return self.steps.allocate([y[0] for y in values])
 
-    def parts(self, tensors: Sequence[Gradient], index: Index) -> list[Gradient]:
-        return self.steps.parts(tensors, self.span(index))
-
     def take(self, totals: Sequence[Gradient], index: Index, shares: Sequence[Gradient]) -> None:
-        self.steps.take(totals, self.span(index), shares)
+        self.steps.take(totals, self.rows(index), shares)
 
 
 def steps_of(inputs: Inputs, start: int, stop: int) -> Iterator[Tensors]:
     """Iterate over the leaves of steps. Rows of tensors in memory are cut out some at a time."""
-    if type(inputs) is not InMemory or not isinstance(inputs.layout, Straight):
+    if not isinstance(inputs, InMemory) or inputs.first or not isinstance(inputs.layout, Straight):
         yield from map(inputs.__getitem__, range(start, stop))
         return
     for first in range(start, stop, ROWS):
@@ -280,11 +266,8 @@ def steps_of(inputs: Inputs, start: int, stop: int) -> Iterator[Tensors]:
 
 
 def check_length(leaves: Tensors) -> int:
-    """Return the number of steps of flat inputs, each with time first.
-
-    Raises:
-        CellError: there are no inputs, the numbers of steps differ, or there are no steps.
-    """
+    """Return the number of steps of flat inputs, each with time first. Raises CellError if there
+    are no inputs, if their numbers of steps differ, or if there are no steps."""
     if not leaves:
         raise CellError(
             "the inputs hold no tensor: expected at least one, with time first (T, …); for T steps "

@@ -8,10 +8,9 @@ sequence at most :data:`_MOST` steps are checked, and fewer on a GPU, where numb
 from dataclasses import dataclass, field
 
 from retrograde.errors import RetrogradeError
-from retrograde.replay.captured import distinct
 from retrograde.replay.fingerprints import Fingerprint, fingerprint, verify
 from retrograde.replay.surroundings import Surroundings
-from retrograde.replay.trees import Tensors
+from retrograde.replay.trees import Tensors, distinct
 
 _MOST = 4096
 _MOST_ON_A_GPU = 64

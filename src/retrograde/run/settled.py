@@ -28,27 +28,18 @@ class LargerSteps(Exception):  # noqa: N818
 
 @dataclass
 class Settled:
-    """What earlier calls of the same cell have shown.
+    """What earlier calls of the same cell have shown."""
 
-    ``walked`` says that in a whole call no step used a tensor that was not known before.
-    ``graphless`` says that steps without a graph give the same bits, and ``linked`` that all
-    results of the first pass's steps required a gradient. ``passes`` is the number of calls that
-    were backpropagated. ``planned`` is the most operations of a measured step, and ``seen`` the
-    most of any step, that of ``step``. ``larger`` is that of steps not planned for, or 0.
-    ``left`` is how many more the range that is being recorded may have. ``counts`` has the
-    operations of steps that were run to count them.
-    """
-
-    walked: bool = False
-    graphless: bool = False
-    linked: bool = True
-    passes: int = 0
-    planned: int = 0
-    seen: int = 0
-    step: int = 0
-    larger: int = 0
-    left: float = math.inf
-    counts: dict[int, int] = field(default_factory=dict)
+    walked: bool = False  # in a whole call no step used a tensor that was not known before
+    graphless: bool = False  # steps without a graph give the same bits
+    linked: bool = True  # all results of the first pass's steps required a gradient
+    passes: int = 0  # calls that were backpropagated
+    planned: int = 0  # the most operations of a step that was measured
+    seen: int = 0  # the most operations of any step
+    step: int = 0  # which step that was
+    larger: int = 0  # the most of steps that were not planned for, or 0
+    left: float = math.inf  # how many more the range that is being recorded may have
+    counts: dict[int, int] = field(default_factory=dict)  # of steps that were run to count them
 
     @property
     def growth(self) -> float:

@@ -1,18 +1,13 @@
 """Inputs that are not held in memory: files, functions, anything indexable.
 
 A schedule runs most steps more than once, so every source is read again, and must return the same
-values. An iterator cannot be read twice, so it is refused. There are three kinds:
-
-- Tensors with time first (:class:`TimeFirst`): a range is a slice.
-- Other arrays with time first, such as a memory map (:class:`TimeFirst` too): they are copied into
-  tensors as they are read.
-- A function of the step, or anything that is indexed by it (:class:`Steps`): a range is put
-  together step by step.
+values. An iterator cannot be read twice, so it is refused. Of tensors with time first, and of other
+arrays such as a memory map, a range is a slice (:class:`TimeFirst`). Of a function of the step, or
+of anything that is indexed by it, a range is put together step by step (:class:`Steps`).
 
 torch allocates what is read, so :mod:`retrograde.sizes.allocations` counts it. The pages of a
-memory map belong to the operating system and are not counted.
-
-Inputs in main memory serve a model on a GPU: what is read is moved (:class:`Moved`).
+memory map belong to the operating system and are not counted. What is read from main memory for a
+model on a GPU is moved (:class:`Stream`).
 """
 
 import operator
@@ -27,19 +22,15 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from retrograde.errors import CellError
-from retrograde.replay.generators import random_position
+from retrograde.replay.generators import sources
 from retrograde.replay.trees import Structure, Tensors, flatten
 from retrograde.run.layout import check_length
-from retrograde.run.states import Like, like_of
+from retrograde.run.states import Like, is_real, like_of
 
 
 def open_source(inputs: Any, length: SupportsIndex | None, device: torch.device) -> "Source":
-    """Make the source of some inputs, and read the first step.
-
-    Ranges in main memory are moved to ``device`` as they are read.
-
-    Raises:
-        CellError: the inputs are of no known kind, too short, or differ when read again.
+    """Make the source of some inputs for a model on ``device``, and read the first step. Raises
+    CellError if the inputs are of no known kind, too short, or differ when read again.
 
     Example:
         >>> source = open_source(lambda t: torch.full((2,), float(t)), 5, torch.device("cpu"))
@@ -47,12 +38,9 @@ def open_source(inputs: Any, length: SupportsIndex | None, device: torch.device)
         (5, [tensor([3., 3.])], [tensor([[1., 1.],
                 [2., 2.]])])
     """
-    source: TimeFirst | Steps
     if all(_is_array(leaf) for leaf in pytree.tree_leaves(inputs) if leaf is not None):
-        source = TimeFirst.of(inputs, length)
-    else:
-        source = Steps(_reader(inputs), _told(length, inputs), device)
-    return source if device.type == "cpu" else Moved(source, device)
+        return TimeFirst.of(inputs, length)
+    return Steps(_reader(inputs), _told(length, inputs), device)
 
 
 def _reader(inputs: Any) -> Callable[[int], Any]:
@@ -103,11 +91,12 @@ class Steps:
 
     def __init__(self, get: Callable[[int], Any], length: int, device: torch.device) -> None:
         self.get, self.length = get, length
-        position = random_position(device)
+        torchs = [source for source in sources(device) if source.is_torchs]
+        before = [source.position() for source in torchs]
         with torch.enable_grad():  # so that an input with a history is detected at once
             leaves, self.structure = _leaves(get(0), 0)
         self.like = [*map(like_of, leaves)]
-        if position != random_position(device):
+        if before != [source.position() for source in torchs]:
             raise CellError(
                 "the inputs draw random numbers, and would differ when they are read again: "
                 "draw them from a generator that is seeded by the step"
@@ -147,56 +136,48 @@ def _named(structure: Structure, like: Sequence[Like]) -> str:
     return f"{structure} of {', '.join(parts) or 'nothing'}"
 
 
-class Moved:
-    """A source whose tensors in main memory are moved to a GPU as they are read. They are copied
-    through pinned memory, so the program does not wait for it."""
-
-    def __init__(self, source: TimeFirst | Steps, device: torch.device) -> None:
-        self.source, self.device = source, device
-        self.structure, self.trained = source.structure, source.trained
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitem__(self, index: int | slice) -> Tensors:
-        parts = zip(self.source[index], self.trained, strict=True)
-        return [self._moved(t) if trained is None else t for t, trained in parts]
-
-    def _moved(self, t: Tensor) -> Tensor:
-        if t.device.type != "cpu":
-            return t
-        pinned = t.pin_memory() if self.device.type == "cuda" else t
-        return pinned.to(self.device, non_blocking=True)
-
-
 #: The inputs of all steps. A source has a length, and the ``structure`` of a step's input. For each
 #: leaf, ``trained`` has the caller's tensor of all steps, if that requires a gradient. A source is
 #: indexed by a step or a range, and returns leaves, with time first for a range. Every read gives
 #: the same values.
-Source = TimeFirst | Steps | Moved
+Source = TimeFirst | Steps
 
 
 @dataclass(frozen=True)
 class Stream:
-    """A source with one more leaf: the number of each step.
+    """A source whose leaves are moved to a device, with one more leaf: the number of each step.
 
     ``wanted`` says which leaves receive a gradient. ``probed``, if given, replaces the number of a
     step, or of the last step of a range. So bytes can be measured at a step with a loss, with the
-    inputs of the first steps.
+    inputs of the first steps. ``reading``, if given, is called with the number of steps to be read.
     """
 
     source: Source
     wanted: tuple[bool, ...]
+    device: torch.device
     probed: int | None = None
+    reading: Callable[[int], object] | None = None
 
     @classmethod
-    def of(cls, source: Source, all_wanted: bool) -> "Stream":
+    def of(cls, source: Source, device: torch.device, all_wanted: bool) -> "Stream":
         """Make a stream with gradients for trained tensors, or for all that can have one."""
         wanted = tuple(
-            trained is not None or (all_wanted and (x.is_floating_point() or x.is_complex()))
+            trained is not None or (all_wanted and is_real(x))
             for x, trained in zip(source[0], source.trained, strict=True)
         )
-        return cls(source, wanted)
+        return cls(source, wanted, device)
+
+    def read(self, index: int | slice) -> Tensors:
+        """Return the leaves of the source. Those in main memory are copied to a GPU through pinned
+        memory, so the program does not wait for it."""
+        leaves = self.source[index]
+        if self.device.type == "cpu":
+            return leaves
+        pins = self.device.type == "cuda"
+        for k, (t, trained) in enumerate(zip(leaves, self.source.trained, strict=True)):
+            if trained is None and t.device.type == "cpu":
+                leaves[k] = (t.pin_memory() if pins else t).to(self.device, non_blocking=True)
+        return leaves
 
     @property
     def differentiable(self) -> tuple[bool, ...]:
@@ -206,14 +187,18 @@ class Stream:
         return len(self.source)
 
     def __getitem__(self, index: int | slice) -> Tensors:
-        if not isinstance(index, slice):
-            number = index if self.probed is None else self.probed
-            return [*self.source[index], torch.tensor(number, device="cpu")]
-        start, stop, _ = index.indices(len(self))
-        first = start
+        if isinstance(index, slice):
+            first, stop, _ = index.indices(len(self))
+            steps = stop - first
+        else:
+            first, steps = index, 1
+        if self.reading is not None:
+            self.reading(steps)
         if self.probed is not None:
-            first = max(0, min(self.probed + 1, len(self)) - (stop - start))
-        return [*self.source[index], torch.arange(first, first + stop - start, device="cpu")]
+            first = max(0, min(self.probed + 1, len(self)) - steps)
+        if not isinstance(index, slice):
+            return [*self.read(index), torch.tensor(first, device="cpu")]
+        return [*self.read(index), torch.arange(first, first + steps, device="cpu")]
 
 
 def _told(length: SupportsIndex | None, inputs: Any) -> int:

@@ -11,7 +11,7 @@ leaf, as in an ordinary backward pass.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -46,13 +46,15 @@ def run_stream(
 ) -> tuple[Tensor, Tensors]:
     """Run a recurrence with its loss, backpropagate it, and accumulate the gradients.
 
-    Returns the sum of all losses in double precision, and the state after the last step.
-
-    Raises:
-        CellError: a property of the core found at one step does not hold at another.
+    Returns the sum of all losses in double precision, and the state after the last step. Raises
+    CellError if a property of the core that was found at one step does not hold at another.
     """
     device = core.surroundings.device
-    inputs = stream if progress is None else _Counted(stream, progress, _work(schedule))
+    inputs, counter = stream, None
+    if progress is not None:
+        starts, stops = forward_ranges(schedule)
+        counter = _Counter(progress, int((stops - starts).sum()) + schedule.length)
+        inputs = replace(stream, reading=counter.reading)
     gradients = _Streamed(
         outputs=[torch.ones((), dtype=torch.float64, device=device)],
         states=[],
@@ -63,7 +65,7 @@ def run_stream(
         layout=Straight(len(stream), core.fused),
         stream=stream,
         take=take_input,
-        counted=inputs if isinstance(inputs, _Counted) else None,
+        counter=counter,
     )
     total = torch.zeros((), dtype=torch.float64, device=device)
     mine = [*state, *core.parameters, *(t for t in stream.source.trained if t is not None)]
@@ -83,12 +85,6 @@ def run_stream(
         )
     _hand_over(core, stream, state, gradients)
     return total, [with_attributes(t.detach(), t) for t in after]
-
-
-def _work(schedule: Schedule) -> int:
-    """Return the number of forward and backward steps in all."""
-    starts, stops = forward_ranges(schedule)
-    return int((stops - starts).sum()) + schedule.length
 
 
 def _hand_over(core: Core, stream: Stream, state: Tensors, gradients: "_Streamed") -> None:
@@ -128,7 +124,7 @@ class _Streamed(Gradients):
 
     stream: Stream = field(kw_only=True)
     take: TakeInput | None = field(kw_only=True)
-    counted: "_Counted | None" = field(kw_only=True)
+    counter: "_Counter | None" = field(kw_only=True)
     layout: Straight
 
     def take_inputs(self, index: int | slice, shares: list[Gradient]) -> None:
@@ -143,30 +139,24 @@ class _Streamed(Gradients):
                 for k in reversed(range(index.start, index.stop)):
                     own = [None if s is None else s[k - index.start] for s in shares[:-1]]
                     self.take(k, unflatten(own))
-        if self.counted is not None:
-            self.counted.tick(index.stop - index.start if isinstance(index, slice) else 1)
+        if self.counter is not None:
+            self.counter.tick(index.stop - index.start if isinstance(index, slice) else 1)
 
 
-class _Counted:
-    """Inputs that report progress. A step counts as done when the next step is read, or when a
-    gradient arrives."""
+@dataclass
+class _Counter:
+    """Reports progress. A step counts as done when the next step is read, or when a gradient
+    arrives."""
 
-    def __init__(self, stream: Stream, progress: Progress, work: int) -> None:
-        self.stream, self.progress, self.work = stream, progress, work
-        self.done, self.pending = 0, 0
+    progress: Progress
+    work: int
+    done: int = 0
+    pending: int = 0
 
-    @property
-    def differentiable(self) -> Sequence[bool]:
-        return self.stream.differentiable
-
-    def __len__(self) -> int:
-        return len(self.stream)
-
-    def __getitem__(self, index: int | slice) -> Tensors:
+    def reading(self, steps: int) -> None:
+        """Note that steps are read, which will run."""
         self.tick(0)
-        leaves = self.stream[index]
-        self.pending = index.stop - index.start if isinstance(index, slice) else 1
-        return leaves
+        self.pending = steps
 
     def tick(self, steps: int) -> None:
         """Count steps that were backpropagated, and the steps read before, which have run."""

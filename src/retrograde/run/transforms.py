@@ -29,7 +29,6 @@ from retrograde.torch_private import (
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Under these modes of torch's, operations are traced, or run on fake tensors.
 #: Whether ``torch.export`` is running, which must see torch's own forward pass.
 is_exporting: Callable[[], bool] = getattr(torch.compiler, "is_exporting", lambda: False)
 
@@ -95,11 +94,8 @@ def uncompiled(fn: F) -> F:
 
 
 def is_unreal(tensors: Iterable[Tensor]) -> bool:
-    """Return whether a call has fake, functional, proxy or meta tensors.
-
-    Such tensors have no bytes, so nothing may be measured or kept. The call should run torch's own
-    operations, as where no gradient is needed. The check takes a few µs.
-    """
+    """Return whether a call has fake, functional, proxy or meta tensors, which have no bytes, so
+    that nothing may be measured or kept: it should run torch's own operations."""
     return traces_unreal() or any(map(has_no_memory, tensors))
 
 
@@ -112,11 +108,8 @@ def is_transformed(tensors: Iterable[Tensor]) -> bool:
 
 
 def refuse_transforms(tensors: Iterable[Tensor], options: Sequence[str] = ("memory",)) -> None:
-    """Refuse, before any work, a gradient that cannot be computed (rule 6).
-
-    Raises:
-        RetrogradeError: :func:`is_transformed` holds, or ``torch.jit.trace`` is running.
-    """
+    """Refuse a call, before any work, if :func:`is_transformed` holds or ``torch.jit.trace`` runs
+    (rule 6)."""
     if is_transformed(tensors):
         raise RetrogradeError(no_forward_mode(options))
     if is_tracing():
@@ -128,12 +121,8 @@ def refuse_transforms(tensors: Iterable[Tensor], options: Sequence[str] = ("memo
 
 
 def refuse_sharded(modules: Iterable[nn.Module], parameters: Iterable[Tensor]) -> None:
-    """Refuse modules whose parameters FSDP2 gathers for a call and frees after it.
-
-    Raises:
-        RetrogradeError: ``fully_shard`` was applied to a module or to one around it, or a
-            parameter is a DTensor.
-    """
+    """Refuse modules whose parameters FSDP2 gathers for a call and frees after it. They are in a
+    module to which ``fully_shard`` was applied, or have a DTensor."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
     roots = [m for m in sharded_modules() if isinstance(m, kind)]
     sharded = {id(part) for root in roots for part in root.modules()}
@@ -149,11 +138,8 @@ def refuse_sharded(modules: Iterable[nn.Module], parameters: Iterable[Tensor]) -
 
 
 def refuse_batches(gradients: Iterable[Tensor | None]) -> None:
-    """Refuse a backward pass of a batch of gradients at once (rule 6).
-
-    Raises:
-        RetrogradeError: they are batched, as by ``is_grads_batched=True`` and ``torch.func.vmap``.
-    """
+    """Refuse a backward pass of a batch of gradients at once, as by ``is_grads_batched=True`` and
+    ``torch.func.vmap`` (rule 6)."""
     if any(is_batched(g) for g in gradients if g is not None):
         raise RetrogradeError(
             "got a batch of gradients (is_grads_batched=True, jacobian(vectorize=True) or vmap) to "

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from retrograde.errors import RetrogradeError, ScanError
-from retrograde.replay.captured import foreign_tensors
 from retrograde.replay.surroundings import muted_hooks
+from retrograde.run.foreign import foreign_tensors
 from retrograde.run.transforms import besides_forward, refuse_transforms
 from retrograde.scan.blelloch import most_levels
 from retrograde.scan.sparse.arithmetic import sparse_kernels

@@ -221,22 +221,26 @@ def _alone(fn: Callable[[], T], device: torch.device) -> tuple[T, int, int, list
 def _beside(
     fn: Callable[[], T], device: torch.device, oldest: bool
 ) -> tuple[T, int, int, list[Event]]:
-    """Measure by torch's older profiler, on a thread that the running one does not watch."""
-    events: list[Event] = []
+    """Measure by torch's older profiler, on a new thread that the running one does not watch, under
+    this thread's switches and modes."""
+    then, grad = Switches(device), torch.is_grad_enabled()
+    place = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
-    def call() -> tuple[T, int, int]:
-        profile_memory(legacy=True)
-        start_ns = time.time_ns()
-        try:
-            value = fn()
-            _synchronize(device)
-        finally:
-            stop_ns = time.time_ns()
-            for thread in stop_profiler(legacy=True):
-                events.extend(_paired(thread, start_ns, oldest))
-        return value, start_ns, stop_ns
+    def call() -> tuple[T, int, int, list[Event]]:
+        with then.as_then(), torch.set_grad_enabled(grad), place:
+            profile_memory(legacy=True)
+            start_ns = time.time_ns()
+            try:
+                value = fn()
+                _synchronize(device)
+            finally:
+                stop_ns = time.time_ns()
+                threads = stop_profiler(legacy=True)
+        events = [event for one in threads for event in _paired(one, start_ns, oldest)]
+        return value, start_ns, stop_ns, events
 
-    return *_on_a_fresh_thread(call, device), events
+    with ThreadPoolExecutor(1, "retrograde-measure") as thread:
+        return thread.submit(contextvars.copy_context().run, call).result()
 
 
 def _paired(events: Sequence[Any], start_ns: int, oldest: bool) -> Iterator[Event]:
@@ -253,19 +257,6 @@ def _paired(events: Sequence[Any], start_ns: int, oldest: bool) -> Iterator[Even
         elif blocks := live[-size]:
             address = blocks.popleft() if oldest else blocks.pop()
         yield Event(size, address, start_ns + number, "cpu", None)
-
-
-def _on_a_fresh_thread(call: Callable[[], T], device: torch.device) -> T:
-    """Run a call on a new thread, under this thread's switches and modes."""
-    then, grad, on_gpu = Switches(device), torch.is_grad_enabled(), device.type == "cuda"
-
-    def run() -> T:
-        place = torch.cuda.device(device) if on_gpu else nullcontext()
-        with then.as_then(), torch.set_grad_enabled(grad), place:
-            return call()
-
-    with ThreadPoolExecutor(1, "retrograde-measure") as thread:
-        return thread.submit(contextvars.copy_context().run, run).result()
 
 
 @contextmanager

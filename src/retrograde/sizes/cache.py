@@ -58,9 +58,8 @@ class LRUCache(Generic[T]):
     pickled copy is empty."""
 
     def __init__(self, most: int = _MOST) -> None:
-        self._most = most
+        self._most, self._lock = most, threading.Lock()
         self._found: OrderedDict[Hashable, _Known[T]] = OrderedDict()
-        self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._found)
@@ -79,7 +78,12 @@ class LRUCache(Generic[T]):
             if known is None:
                 exact = not is_profiled()  # with another profiler, bytes are not quite certain
                 known = _Known(find(), [weakref.ref(value) for value in of], exact)
-                self._keep(key, known)
+                with self._lock:
+                    for old in [old for old, each in self._found.items() if not each.alive()]:
+                        del self._found[old]
+                    self._found[key] = known
+                    while len(self._found) > self._most:
+                        self._found.popitem(last=False)
         return known.result
 
     def _look_up(self, key: Hashable) -> _Known[T] | None:
@@ -89,14 +93,6 @@ class LRUCache(Generic[T]):
                 return None
             self._found.move_to_end(key)
             return known
-
-    def _keep(self, key: Hashable, known: _Known[T]) -> None:
-        with self._lock:
-            for old in [old for old, each in self._found.items() if not each.alive()]:
-                del self._found[old]
-            self._found[key] = known
-            while len(self._found) > self._most:
-                self._found.popitem(last=False)
 
 
 class CellFits(LRUCache[T]):

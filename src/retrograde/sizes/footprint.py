@@ -94,7 +94,9 @@ def footprint(
             ordinary, final = _ordinary(core, inputs, begins, memory)
         budget = None if memory is None else as_bytes(memory, ordinary(length))
         points: dict[int, _Bytes] = {}
-        for steps in dict.fromkeys(min(length, L) for L in _lengths(core)):
+        # A fused kernel's own workspace grows only up to some length.
+        lengths = (1, 2, 4, 16, 64) if core.fused else (1, 2, 4, 3) if core.records_ranges else (1,)
+        for steps in dict.fromkeys(min(length, L) for L in lengths):
             known = Curve(tuple((L, size.most) for L, size in points.items()))
             if budget is not None and steps > FEW_STEPS and known(steps) > max(budget, FEW_BYTES):
                 break  # no schedule has room for such a range
@@ -110,8 +112,9 @@ def footprint(
         single, blocks = inputs, None
         if isinstance(inputs, InMemory) and isinstance(inputs.layout, InBlocks):
             single, blocks = inputs.layout.steps.read(inputs.tensors), inputs.layout
-        stored = 0 if core.fused else _stored_bytes(core, inputs, state)
-        trial = _first_step_bytes(core, single, begins)
+        stored, trial = 0 if core.fused else _stored_bytes(core, inputs, state), 0
+        if isinstance(core, AutogradCore) and not core.fused:
+            trial = measure(partial(core.try_first, single, begins), device=device).peak_bytes
     # A state's plain numbers become tensors of ours, before the call and after it.
     numbers = 2 * sum(_rounded(t) for t in begins if not t.dim())
     if not core.records_ranges:  # ranges are single steps: only held bytes grow
@@ -155,13 +158,9 @@ def footprint(
 def _ordinary(
     core: AutogradCore, inputs: Inputs, state: Tensors, memory: Memory | None
 ) -> tuple[Highest, int]:
-    """Return the bytes of ordinary backpropagation by number of steps, and the most to be added.
-
-    A loss of the final state may add bytes, and so may copies of gradients that are expanded
-    scalars.
-    """
+    """Return the bytes of ordinary backpropagation by number of steps, and the most to be added. A
+    loss of the final state may add bytes, and so may copies of expanded gradients."""
     told = apart(lambda: outputs_tell(core, inputs, state), core.surroundings.device)
-
     measured = partial(ordinary_bytes, core, inputs, state, whole=not told)
     few = core.records_ranges and not (core.fused or core.numbers)
     curve = ordinary_curve(measured, len(inputs), memory, few=few)
@@ -203,16 +202,6 @@ def partly_idle(sizes: Footprint, steps: int, length: int, output_bytes: int) ->
 def _times(factor: float, found: Curve | Highest) -> Highest:
     every = (one.points for one in (found.curves if isinstance(found, Highest) else (found,)))
     return Highest(tuple(Curve(tuple((n, int(factor * size)) for n, size in o)) for o in every))
-
-
-def _lengths(core: Core) -> tuple[int, ...]:
-    """Return the lengths of ranges to measure.
-
-    A fused kernel's own workspace grows only up to some length.
-    """
-    if core.fused:
-        return 1, 2, 4, 16, 64
-    return (1, 2, 4, 3) if core.records_ranges else (1,)
 
 
 def _evenly(core: Core, inputs: Inputs, points: dict[int, _Bytes]) -> dict[int, _Bytes] | None:
@@ -286,19 +275,6 @@ def _stored_bytes(core: Core, inputs: Inputs, state: Tensors) -> int:
     return sum(map(_rounded, {s.data_ptr(): s for s in storages}.values()))
 
 
-def _first_step_bytes(core: Core, inputs: Inputs, state: Tensors) -> int:
-    """Return the peak bytes of the trial step that precedes every call of a cell."""
-    if core.fused or not isinstance(core, AutogradCore):
-        return 0
-
-    def call() -> object:
-        pairs = zip(inputs[0], inputs.differentiable, strict=True)
-        x = [t.detach().requires_grad_(wanted) for t, wanted in pairs]
-        return x, core.try_first(x, state)
-
-    return measure(call, device=core.surroundings.device).peak_bytes
-
-
 def _measure_range(core: Core, inputs: Inputs, state: Tensors, steps: int) -> _Bytes:
     """Measure a range three ways: run without recording, recorded, and backpropagated."""
     shapes: Shapes = []
@@ -339,10 +315,7 @@ def _measure_range(core: Core, inputs: Inputs, state: Tensors, steps: int) -> _B
 
 
 def _rounded(t: Any) -> int:
-    """Return the bytes of a tensor or storage as an allocator counts them.
-
-    CUDA's allocator rounds up to 512 bytes.
-    """
+    """Return the bytes of a tensor or storage; CUDA's allocator rounds up to 512 bytes."""
     size = t.nbytes() if isinstance(t, torch.UntypedStorage) else int(t.nbytes)
     return -(-size // 512) * 512 if t.is_cuda else size
 

@@ -16,7 +16,8 @@ from retrograde.machine import now
 from retrograde.plan.fit import Curve, Highest
 from retrograde.replay.trees import Tensors
 from retrograde.run.autograd_core import AutogradCore, run_ordinary
-from retrograde.run.layout import Inputs
+from retrograde.run.foreign import foreign_tensors
+from retrograde.run.layout import Inputs, leaves_of
 from retrograde.run.states import each_once, entry
 from retrograde.sizes.allocations import measure_phases
 from retrograde.units import Memory, as_bytes
@@ -59,25 +60,22 @@ def ordinary_curve(
             if known(length) > budget and _BESIDE * known(steps) > max(budget, FEW_BYTES):
                 break
         points[steps] = measured(steps)
-        if not bends and even_from(Highest.of(points)) is not None:
+        if not bends and grows_evenly(Highest.of(points)):
             break
     return Highest.of(points)
 
 
-def even_from(found: Highest) -> int | None:
-    """Return the steps from which on bytes are seen to grow evenly: no longer call is measured."""
-    last = found.curves[0].points[-1][0]
-    return last if last >= 16 and all(map(_is_even, found.curves)) else None
-
-
-def _is_even(curve: Curve) -> bool:
-    """Return whether the last two slopes are equal and positive.
-
-    At first a kernel's own workspace may hide the growth.
+def grows_evenly(found: Highest) -> bool:
+    """Return whether bytes are seen to grow evenly, so that no longer call has to be measured: the
+    last two slopes are equal and positive. At first a kernel's own workspace may hide the growth.
     """
-    (a, low), (b, middle), (c, high) = curve.points[-3:]
-    slopes = (middle - low) / (b - a), (high - middle) / (c - b)
-    return slopes[1] > 0 and abs(slopes[1] - slopes[0]) <= 1e-3 * slopes[1]
+
+    def is_even(curve: Curve) -> bool:
+        (a, low), (b, middle), (c, high) = curve.points[-3:]
+        slopes = (middle - low) / (b - a), (high - middle) / (c - b)
+        return slopes[1] > 0 and abs(slopes[1] - slopes[0]) <= 1e-3 * slopes[1]
+
+    return found.curves[0].points[-1][0] >= 16 and all(map(is_even, found.curves))
 
 
 def measure_pass(
@@ -86,10 +84,8 @@ def measure_pass(
     drop: Callable[[], None],
     device: torch.device,
 ) -> tuple[int, int]:
-    """Return the working bytes at the peak of the forward pass, and of the backward pass.
-
-    Memory that ``drop`` releases would belong to the caller, so it does not count.
-    """
+    """Return the working bytes at the peak of the forward pass, and of the backward pass. Memory
+    that ``drop`` releases would belong to the caller, so it does not count."""
     one, other, _ = measure_phases([forward, backward, drop], device=device)
     return one.peak(0, 2), one.growth(0, 2) + other.peak(0, 2)
 
@@ -108,23 +104,16 @@ def time_pass(
 
 
 def outputs_tell(core: AutogradCore, inputs: Inputs, state: Tensors) -> bool:
-    """Return whether the gradient of the outputs flows through every part of the state.
-
-    Otherwise a loss may also depend on the final state.
-    """
+    """Return whether the gradient of the outputs flows through every part of the state. Otherwise a
+    loss may also depend on the final state."""
     if core.fused or core.output_is_total or len(inputs) < 2:
         return core.fused or core.output_is_total
     with torch.enable_grad(), core.recording():
         _, after = core(inputs[0], [entry(t)[1] for t in state])
         outputs, _ = core(inputs[1], after)
-    pending: list[Any] = [y.grad_fn for y in outputs]
-    reached: set[Any] = {None}
-    while pending:
-        node = pending.pop()
-        if node not in reached:
-            reached.add(node)
-            pending += [inner for inner, _ in node.next_functions]
-    return all(t.grad_fn in reached for t in after)
+    parts = {(t.grad_fn, t.output_nr) for t in after if t.grad_fn is not None}
+    _, reached = foreign_tensors(outputs, 0, parts)
+    return reached == parts
 
 
 def ordinary_bytes(
@@ -142,19 +131,15 @@ def ordinary_bytes(
     It runs through the first ``steps`` steps. The gradient, made by ``like``, starts at the
     outputs, and if ``whole`` at the final state too. Another measure may be taken ``by`` the way.
     """
-    numbers = (
-        inputs[0:steps][-1:] if core.output_is_total else []
-    )  # allocated here, not by the caller
+    # Allocated here, not by the caller.
+    numbers = inputs[0:steps][-1:] if core.output_is_total else []
     roots: Tensors = []
     leaves: Tensors = []
     handed: list[Any] = []
 
     def forward() -> None:
         with torch.enable_grad(), core.recording():
-            x = [
-                t.detach().requires_grad_(wanted)
-                for t, wanted in zip(inputs[0:steps], inputs.differentiable, strict=True)
-            ]
+            x = leaves_of(inputs, slice(0, steps))
             x[len(x) - len(numbers) :] = numbers
             pairs = each_once(entry, state)
             start = [leaf for leaf, _ in pairs]

@@ -44,10 +44,7 @@ class RangeTimes:
 
 
 def time_steps(core: Core, inputs: Inputs, state: Tensors, repeats: int) -> RangeTimes:
-    """Return median seconds of short ranges from the first step; leave no trace.
-
-    The executor's own functions run them.
-    """
+    """Return median seconds of short ranges from the first step; leave no trace."""
     device, longest = core.surroundings.device, min(_LONG, len(inputs) if core.fused else 1)
     seconds: list[float] = []
 

@@ -8,7 +8,7 @@ import random
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -146,7 +146,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
     hooks = [(one, {**one}) for one in tables if isinstance(one, dict)]
     surroundings = Surroundings(torch.device("cpu"), tuple(chance), buffers)
     try:
-        with Values(found).put_back(), surroundings.without_trace():
+        with surroundings.without_trace(), ExitStack() as stack:
+            stack.callback(Values(found).restore)
             yield
     finally:
         for listed, were in weights:

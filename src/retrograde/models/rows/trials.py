@@ -27,7 +27,7 @@ from retrograde.models.rows.rerun import Recomputable, is_free
 from retrograde.models.rows.rest_of_model import FILLS, filling
 from retrograde.replay.fingerprints import Fingerprint, fingerprints
 from retrograde.replay.referents import MODULE_TABLES
-from retrograde.replay.surroundings import try_out, version
+from retrograde.replay.surroundings import Surroundings, try_out, version
 from retrograde.run.core import hooked
 from retrograde.run.states import device_of
 from retrograde.run.transforms import hooks_of_all
@@ -166,8 +166,8 @@ def _shares_casts(outputs: Sequence[Tensor], device: torch.device) -> bool:
 
 
 _LEAVES = (
-    "layer {} leaves a tensor with a gradient in a place that cannot be found: expected it to return "
-    "it, or to keep it in an attribute; do so, leave its detach(), or use memory=None"
+    "layer {} leaves a tensor with a gradient in a place that cannot be found: expected it to "
+    "return it, or to keep it in an attribute; do so, leave its detach(), or use memory=None"
 )
 
 

@@ -7,25 +7,18 @@ graph that is not ours. So such tensors are cut off: while a step is recorded, l
 their memory replace them.
 """
 
-from collections.abc import Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Size, Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from retrograde.errors import CellError
 from retrograde.replay.referents import Referents
-from retrograde.replay.trees import Tensors
-from retrograde.torch_private import number_of, outputs_of
-
-#: A node of autograd's graph, and the index of one of its outputs.
-Edge = tuple[Any, int]
-
-# The sequence number of a node that accumulates the gradient of a leaf.
-_LEAF = 2**64 - 1
+from retrograde.replay.trees import Tensors, distinct
+from retrograde.run.foreign import foreign_tensors
+from retrograde.torch_private import outputs_of
 
 
 @dataclass(frozen=True)
@@ -48,10 +41,7 @@ def find_outside(found: Referents, results: Tensors, mark: int, own: Tensors) ->
 
     Module parameters that step 0 did not use are included, since a later step may use them.
     ``results`` are the results of step 0 and ``own`` its arguments. ``mark`` is autograd's sequence
-    number before it.
-
-    Raises:
-        CellError: a captured tensor was used that cannot be found from the cell.
+    number before it. Raises CellError if a captured tensor cannot be found from the cell.
     """
     held = (p for part in found.parts() for p in part._parameters.values() if p is not None)
     owned: Tensors = [p for p in held if p.requires_grad]
@@ -74,87 +64,24 @@ def find_outside(found: Referents, results: Tensors, mark: int, own: Tensors) ->
     # Pieces of one tensor, as chunk makes them, are several outputs of one node.
     pieces = {(node, k) for node, _ in older for k in range(len(outputs_of(node)))}
     before, used_before = foreign_tensors(edges, 0, pieces)
-    before_leaves = {id(t) for t in before}
-    if used_before or before_leaves & {id(t) for t in direct}:
+    used, before_leaves = {id(t) for t in direct}, {id(t) for t in before}
+    if not (used_before or before_leaves & used):
+        owned = [p for p in owned if id(p) not in before_leaves]
         parameters = distinct([*owned, *captured, *direct])
-        cut = {id(t) for t in captured}
-        return Outside(
-            parameters, [t.detach().requires_grad_() if id(t) in cut else t for t in parameters]
-        )
-    used = {id(t) for t in direct}
-    owned = [p for p in owned if id(p) in used or id(p) not in before_leaves]
-    parameters = distinct([*owned, *captured, *direct])
-    return Outside(parameters, parameters)
-
-
-def foreign_tensors(
-    roots: Sequence[Tensor | Edge | GradientEdge], mark: int, known: Collection[Edge] = ()
-) -> tuple[Tensors, set[Edge]]:
-    """Return the leaves of a graph, and its edges to nodes older than ``mark``.
-
-    The walk stops at ``known`` edges in any case. Each thread counts sequence numbers on its own,
-    so a backward pass on another thread cannot tell by the number which nodes are older.
-    """
-    leaves: Tensors = []
-    older: set[Edge] = set()
-    pending: list[Edge] = []
-    for root in roots:
-        if not isinstance(root, Tensor):
-            pending.append((root[0], root[1]))
-        elif root.requires_grad:
-            pending.append(get_gradient_edge(root)[:2])
-    visited: set[Any] = set()
-    while pending:  # the order is the same at every call, since fits are looked up by leaves
-        edge = pending.pop()
-        node = edge[0]
-        if node in visited and not known:
-            continue
-        number = number_of(node)
-        if number < mark or (known and edge in known):
-            older.add(edge)
-        elif node not in visited:
-            visited.add(node)
-            if number == _LEAF and node.name() == "torch::autograd::AccumulateGrad":
-                leaves.append(node.variable)
-            else:
-                pending += [edge for edge in node.next_functions if edge[0] is not None]
-    return leaves, older
-
-
-class LeafWatch:
-    """Finds, step by step, the tensors that a recorded range uses but is not known to use.
-
-    A walk over a step's graph ends at the results of the step before it.
-    """
-
-    def __init__(self, known: Iterable[Tensor], targets: Iterable[Tensor], mark: int) -> None:
-        self.leaves = {id(t) for t in known}
-        self.edges = {(p.grad_fn, p.output_nr) for p in targets if p.grad_fn is not None}
-        self.mark = mark
-        self.before: set[Edge] = set()
-
-    def foreign(self, results: Sequence[Tensor]) -> int:
-        """Return how many unknown tensors the results of a step depend on."""
-        known = self.edges | self.before
-        leaves, older = foreign_tensors(results, self.mark, known)
-        self.before = {(t.grad_fn, t.output_nr) for t in results if t.grad_fn is not None}
-        return sum(id(t) not in self.leaves for t in leaves) + len(older - known)
-
-
-def distinct(tensors: Iterable[Tensor]) -> Tensors:
-    return list({id(t): t for t in tensors}.values())
+        return Outside(parameters, parameters)
+    parameters, cut = distinct([*owned, *captured, *direct]), {id(t) for t in captured}
+    targets = [t.detach().requires_grad_() if id(t) in cut else t for t in parameters]
+    return Outside(parameters, targets)
 
 
 class _StandIns(TorchFunctionMode):
-    """A mode that replaces some tensors in the arguments of torch's functions."""
+    """A mode that replaces tensors, named by their ids, in the arguments of torch's functions."""
 
     def __init__(self, stand_ins: dict[int, Tensor]) -> None:
         super().__init__()
         self.stand_ins = stand_ins
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         replaced = self._replaced
         return func(*map(replaced, args), **{k: replaced(v) for k, v in (kwargs or {}).items()})
 
