@@ -7,9 +7,10 @@ are one range (:func:`joined`), and this product is associative.
 
 In the order of the scan the last rank is first: its element is a gradient. In round d the ranks
 are in blocks of 2ᵈ⁺¹; the last block may be shorter. The last rank of a block's first half sends
-its product to the last rank of the block (:func:`retrograde.scan.blelloch.pairs`). On the way down that rank knows the gradient that reaches
-the block. It sends this to the first half's last rank, and takes it through the product that it
-got. Each rank sends one matrix at most, and only on the way up.
+its product to the last rank of the block (:func:`retrograde.scan.blelloch.pairs`). On the way down
+that rank knows the gradient that reaches the block. It sends this to the first half's last rank,
+and takes it through the product that it got. Each rank sends one matrix at most, and only on the
+way up.
 
 Reference: Wang, *BPPSA: Scaling Back-propagation by Parallel Scan Algorithm*, 2020, algorithm 1,
 here for any number of ranks.
