@@ -8,8 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retrograde.errors import ScheduleError
-from retrograde.plan.arguments import check_policy, integer, takes_no_memory, units_of
+from retrograde.plan.arguments import check_policy, integer, units_of
 from retrograde.plan.planner import cost as cost_of
+from retrograde.plan.steps.best import enough_for
 
 _MOST_POINTS = 10**6
 
@@ -73,8 +74,13 @@ def trade_off(
         >>> len(curve), int(curve.memory[-1]), int(curve.cost[-1]), curve.at(300)
         (1085, 3997, 1000, 1928)
     """
-    steps = _ask(length, policy, alpha, beta)
-    enough = _enough(steps, policy, alpha, beta)
+    check_policy(policy, alpha=alpha, beta=beta)
+    units = units_of(alpha, beta) if policy in ("msm", "best") else None
+    steps = integer("length", length)
+    # Less than G16 says: erratum 5.
+    enough = steps if policy == "ism" else max(1, steps - 1)
+    if units is not None:
+        enough = enough_for(steps, units)
     if enough > _MOST_POINTS:
         raise ScheduleError(
             f"the curve for {steps} steps has {enough} memories, expected at most {_MOST_POINTS}: "
@@ -83,25 +89,5 @@ def trade_off(
     memories = np.arange(1, enough + 1)
     costs = np.asarray(cost_of(steps, memories, policy, alpha=alpha, beta=beta))
     drops = np.flatnonzero(np.diff(costs, prepend=costs[0] + 1))
-    units = units_of(alpha, beta) if policy in ("msm", "best") else None
-    return TradeOff(
-        steps, policy, memories[drops], costs[drops],
-        units.alpha if units else None, units.beta if units else None,
-    )  # fmt: skip
-
-
-def _ask(length: int, policy: str, alpha: int | None, beta: int | None) -> int:
-    """Check the policy and the length; return the length."""
-    if policy == "store-all":
-        raise takes_no_memory(policy)
-    check_policy(policy, alpha=alpha, beta=beta)
-    if policy in ("msm", "best"):
-        units_of(alpha, beta)
-    return integer("length", length)
-
-
-def _enough(length: int, policy: str, alpha: int | None, beta: int | None) -> int:
-    """Return the memory above which nothing is cheaper (less than G16 says: its erratum 5)."""
-    if policy in ("msm", "best"):
-        return 1 + units_of(alpha, beta).beta * (length - 1)
-    return length if policy == "ism" else max(1, length - 1)
+    sizes = (units.alpha, units.beta) if units else (None, None)
+    return TradeOff(steps, policy, memories[drops], costs[drops], *sizes)

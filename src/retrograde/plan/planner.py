@@ -27,8 +27,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from retrograde.errors import ScheduleError
 from retrograde.plan.arguments import check_chain_policy, check_policy, integer, integers, units_of
-from retrograde.plan.chains import plan_chain, record_everything
-from retrograde.plan.steps.best import best_cost, best_costs, best_schedule, closed_form
+from retrograde.plan.chains import plan_chain
+from retrograde.plan.steps.best import (
+    best_cost,
+    best_schedule,
+    closed_form,
+    enough_for,
+    tabled_costs,
+)
 from retrograde.plan.steps.closed_form import hsm_cost, hsm_segments, ism_cost
 from retrograde.plan.steps.mixed import Mixed
 from retrograde.plan.steps.unfold import Segments, store_all
@@ -97,8 +103,6 @@ def plan(
         foreign = {"alpha": alpha, "beta": beta, "state": state}
         policy = policy or "msm"
         check_chain_policy(policy, has_memory=memory is not None, **foreign)
-        if memory is None:
-            return record_everything(length)
         return plan_chain(length, memory, policy, certify=certify)
     policy = policy or "hsm"
     check_policy(policy, alpha=alpha, beta=beta, state=state, has_memory=memory is not None)
@@ -189,7 +193,8 @@ def cost(
     for slots in levels:
         form = _form(policy, slots, alpha, beta)
         if form is None:
-            return best_costs(lengths, memories, units_of(alpha, beta), policy)
+            found = tabled_costs(lengths, memories, units_of(alpha, beta), policy)
+            return _costs_one_by_one(lengths, memories, one) if found is None else found
         where = memories == slots if len(levels) > 1 else ...
         costs[where] = form.costs(lengths[where])
     return costs
@@ -205,7 +210,7 @@ def _form(policy: str, slots: int, alpha: int | None, beta: int | None) -> Mixed
 
 
 def _plan_bytes(length: int, memory: Memory, units: Units, policy: str) -> Schedule:
-    room = as_bytes(memory, units.state + units.beta * (length - 1))
+    room = as_bytes(memory, enough_for(length, units))
     if room < units.state:
         raise ScheduleError(
             f"memory is {room} bytes: expected at least {units.state}, the initial state alone"
