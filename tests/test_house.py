@@ -37,7 +37,7 @@ LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}
 # another, or deletes. ``top`` is the files beside the rooms.
 ROOMS = {
     "top": (1015, 900),
-    "schedule": (1173, 1150),
+    "schedule": (1148, 1150),
     "plan": (2595, 2500),
     "sizes": (1258, 1200),
     "replay": (1325, 1100),

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from math import inf
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,10 +25,7 @@ from retrograde.schedule.account import Units
 from retrograde.schedule.actions import Action, Code, Verb, decode, encode, of_word, to_word
 from retrograde.schedule.chain import Chain
 from retrograde.schedule.json_text import check_keys, fail, read, write
-from retrograde.schedule.simulate import simulate
-
-if TYPE_CHECKING:
-    from retrograde.schedule.simulate import Replay
+from retrograde.schedule.simulate import Replay, simulate
 
 _KEYS = ("length", "policy", "memory", "units", "actions")
 _SHOWN = 60  # actions that str() shows of a long schedule, at each end
@@ -96,12 +93,8 @@ class Schedule:
     ) -> "Schedule":
         """Make a schedule from actions in the order of their execution, without a replay.
 
-        Args:
-            actions: positions that do not fit 64 bits raise ScheduleError.
-            length: steps.
-            policy: a name.
-            memory: slots, or None.
-            units: the units of the peak; ``Units()`` by default.
+        The others are those of :class:`Schedule`; ``units`` is ``Units()`` by default. Positions
+        that do not fit 64 bits raise ScheduleError.
 
         Example:
             >>> from retrograde.schedule import Store
@@ -130,7 +123,7 @@ class Schedule:
         return cls(length, policy, memory, units or Units(), kind, start, stop)
 
     @cached_property
-    def _replay(self) -> "Replay":
+    def _replay(self) -> Replay:
         return simulate(self)
 
     @property
@@ -146,18 +139,13 @@ class Schedule:
     @property
     def seconds(self) -> float | None:
         """Seconds of one iteration, where ``units`` is a chain; None for steps without a time.
-
-        Raises:
-            ScheduleError: the schedule is not legal.
-        """
+        ScheduleError if not legal."""
         return float(self._replay.clock[-1]) if isinstance(self.units, Chain) else None
 
     @property
     def gap(self) -> float | None:
-        """How far the cost, or a chain's seconds, is above ``bound``, as a share of it.
-
-        0.0 is optimal; None where there is no bound.
-        """
+        """How far the cost, or a chain's seconds, is above ``bound``, as a share of it; 0.0 is
+        optimal. None where there is no bound."""
         if self.bound is None:
             return None
         spent = self.cost if self.seconds is None else self.seconds
@@ -197,11 +185,8 @@ class Schedule:
 
     @staticmethod
     def from_json(text: str) -> "Schedule":
-        """Read the text of :meth:`to_json`, without a replay.
-
-        Raises:
-            ScheduleError: the text is malformed; the message says where.
-        """
+        """Read what :meth:`to_json` wrote, without a replay; ScheduleError says where it is
+        malformed."""
         parts = read("schedule", text, _KEYS, ["bound"])
 
         def need(name: str, is_right: bool, expected: str) -> None:
@@ -235,11 +220,10 @@ class Schedule:
     def __getitem__(self, index: slice) -> tuple[Action, ...]: ...
 
     def __getitem__(self, index: int | slice) -> Action | tuple[Action, ...]:
-        kind, start, stop = self.kind[index], self.start[index], self.stop[index]
+        kind, start, stop = (part[index].tolist() for part in (self.kind, self.start, self.stop))
         if isinstance(index, slice):
-            parts = zip(kind.tolist(), start.tolist(), stop.tolist(), strict=True)
-            return tuple(decode(*code) for code in parts)
-        return decode(int(kind), int(start), int(stop))
+            return tuple(map(decode, kind, start, stop))
+        return decode(kind, start, stop)
 
     def _key(self) -> tuple[Any, ...]:
         arrays = (self.kind.tobytes(), self.start.tobytes(), self.stop.tobytes())
