@@ -195,6 +195,10 @@ class _Sizes:
     def overhead(self, steps: int) -> int:
         return self.core(steps) + self.beside_core
 
+    def chunk(self, length: int, block: int) -> int:
+        """Return the most steps that one call may advance with temporaries in the working core."""
+        return self.footprint.advance.most(self.core(block), length)
+
 
 @dataclass(frozen=True)
 class Fit:
@@ -296,7 +300,7 @@ def _fastest(length: int, blocks: Sequence[int], budget: int, sizes: _Sizes) -> 
             best, found = (time, steps), (one, parts, root, spent)
     one, parts, root, spent = found
     schedule = one.schedule(parts, root, _units(footprint))
-    return _describe(schedule, one.steps, one.chunk, spent, budget, sizes)
+    return _describe(schedule, one.steps, one.chunk, spent, budget, footprint)
 
 
 def _divided(length: int, steps: int, budget: int, sizes: _Sizes) -> Blocks:
@@ -304,7 +308,7 @@ def _divided(length: int, steps: int, budget: int, sizes: _Sizes) -> Blocks:
     memory = budget - sizes.overhead(steps)
     unit = max(1, sizes.footprint.state_bytes, -(-memory // _LEVELS))
     held = max(1, -(-sizes.held(steps) // unit))
-    return Blocks(length, steps, memory // unit, held, _chunk(length, steps, sizes))
+    return Blocks(length, steps, memory // unit, held, sizes.chunk(length, steps))
 
 
 def _least_time(blocks: Blocks, footprint: Footprint) -> float:
@@ -383,11 +387,6 @@ def _most(length: int, limit: int, size: Callable[[int], int]) -> int:
     return min(length, max(1, bisect_right(steps, limit, key=size)))
 
 
-def _chunk(length: int, block: int, sizes: _Sizes) -> int:
-    """Return the most steps that one call may advance with temporaries in the working core."""
-    return sizes.footprint.advance.most(sizes.core(block), length)
-
-
 def _units(footprint: Footprint) -> Units:
     """Return the sizes of one step in hidden states, rounded up, for the record in the schedule."""
     beta = max(1, -(-footprint.held(1) // max(1, footprint.state_bytes)))
@@ -396,10 +395,10 @@ def _units(footprint: Footprint) -> Units:
 
 def _describe(
     schedule: Schedule, block: int, chunk: int, spent: tuple[int, int, int], budget: int,
-    sizes: _Sizes,
+    footprint: Footprint,
 ) -> Fit:  # fmt: skip
     """``spent`` is the forward steps, and the calls that advance and that record."""
-    footprint, (forward_steps, advances, records) = sizes.footprint, spent
+    forward_steps, advances, records = spent
     return Fit(
         schedule=schedule,
         block=block,
@@ -429,10 +428,8 @@ def in_one_range(length: int, units: Units | None = None) -> Schedule:
 def _whole(length: int, budget: int, footprint: Footprint) -> Fit:
     """Return the fit of ordinary backpropagation: one recorded range, with its own peak."""
     schedule = in_one_range(length, _units(footprint))
-    sizes = _Sizes(footprint)
-    chunk = _chunk(length, length, sizes)
-    found = _describe(schedule, length, chunk, (length, 0, 1), budget, sizes)
     if footprint.scheduled:
-        return found
-    peak = footprint.whole_bytes(length)
-    return replace(found, chunk=length, peak_bytes=peak, ordinary=True)
+        chunk = _Sizes(footprint).chunk(length, length)
+        return _describe(schedule, length, chunk, (length, 0, 1), budget, footprint)
+    found = _describe(schedule, length, length, (length, 0, 1), budget, footprint)
+    return replace(found, peak_bytes=footprint.whole_bytes(length), ordinary=True)

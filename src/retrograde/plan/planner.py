@@ -110,7 +110,13 @@ def plan(
     if memory is None:
         return store_all(steps, units_of(2 if alpha is None else alpha, beta))
     if state is not None:
-        return _plan_bytes(steps, memory, units_of(alpha, beta, state), policy)
+        sizes = units_of(alpha, beta, state)
+        room = as_bytes(memory, enough_for(steps, sizes))
+        if room < sizes.state:
+            raise ScheduleError(
+                f"memory is {room} bytes: expected at least {sizes.state}, the initial state alone"
+            )
+        return best_schedule(steps, room, sizes, policy)
     if isinstance(memory, str | float):
         raise ScheduleError(
             f"memory is {memory!r}: expected an integer, 1 or more; bytes and shares need all "
@@ -207,15 +213,6 @@ def _form(policy: str, slots: int, alpha: int | None, beta: int | None) -> Mixed
     if policy == "ism":
         return Mixed(slots - 1, 1, wide=True)
     return closed_form(slots, units_of(alpha, beta), policy)
-
-
-def _plan_bytes(length: int, memory: Memory, units: Units, policy: str) -> Schedule:
-    room = as_bytes(memory, enough_for(length, units))
-    if room < units.state:
-        raise ScheduleError(
-            f"memory is {room} bytes: expected at least {units.state}, the initial state alone"
-        )
-    return best_schedule(length, room, units, policy)
 
 
 def _one_cost(policy: str, alpha: int | None, beta: int | None) -> Callable[[int, int], int]:
