@@ -38,7 +38,7 @@ LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}
 ROOMS = {
     "top": (1015, 900),
     "schedule": (1148, 1150),
-    "plan": (2587, 2500),
+    "plan": (2568, 2500),
     "sizes": (1258, 1200),
     "replay": (1325, 1100),
     "run": (2228, 1950),
@@ -46,8 +46,8 @@ ROOMS = {
     "recurrent": (3269, 2600),
     "cells": (2350, 2200),
     "models": (5949, 3700),
-    "scan": (3453, 3700),
-    "ranks": (1045, 1100),
+    "scan": (3445, 3700),
+    "ranks": (1013, 1100),
     "jax": (996, 1000),
     "figures": (442, 450),
 }

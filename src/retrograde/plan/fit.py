@@ -257,11 +257,13 @@ def fit(length: int, memory: Memory | None, footprint: Footprint) -> Fit:
     if asks_for_all(memory) and not footprint.scheduled:
         budget = max(budget, whole)  # 100 % always allows ordinary backpropagation
     heap = math.inf if footprint.heap_bytes is None else footprint.heap_bytes
-    if budget >= whole and (not footprint.scheduled or footprint.held(length) <= heap):
-        return _whole(length, budget, footprint)
+    sizes, scheduled = _Sizes(footprint), footprint.scheduled
+    if budget >= whole and (not scheduled or footprint.held(length) <= heap):
+        schedule, spent = in_one_range(length, _units(footprint)), (length, 0, 1)
+        chunk = sizes.chunk(length, length) if scheduled else length
+        return _describe(schedule, length, chunk, spent, budget, footprint, ordinary=not scheduled)
     if budget < minimum:
         raise refusal(length, memory, budget, minimum, ordinary, footprint.unit)
-    sizes = _Sizes(footprint)
     best = _fastest(length, _grid(length, budget, sizes), budget, sizes)
     assert best.peak_bytes <= budget
     return best
@@ -395,22 +397,23 @@ def _units(footprint: Footprint) -> Units:
 
 def _describe(
     schedule: Schedule, block: int, chunk: int, spent: tuple[int, int, int], budget: int,
-    footprint: Footprint,
+    footprint: Footprint, *, ordinary: bool = False,
 ) -> Fit:  # fmt: skip
     """``spent`` is the forward steps, and the calls that advance and that record."""
-    forward_steps, advances, records = spent
+    (forward_steps, advances, records), length = spent, schedule.length
+    peak = footprint.whole_bytes(length) if ordinary else predict_peak_bytes(schedule, footprint)
     return Fit(
         schedule=schedule,
         block=block,
         chunk=chunk,
         forward_steps=forward_steps,
         calls=advances + 2 * records,
-        time=footprint.time(schedule.length, *spent),
+        time=footprint.time(length, *spent),
         budget_bytes=budget,
-        peak_bytes=predict_peak_bytes(schedule, footprint),
-        ordinary_bytes=footprint.ordinary_bytes(schedule.length),
+        peak_bytes=peak,
+        ordinary_bytes=footprint.ordinary_bytes(length),
         minimum_bytes=footprint.minimum_bytes(),
-        ordinary=False,
+        ordinary=ordinary,
     )
 
 
@@ -423,13 +426,3 @@ def whole_fit(length: int, block: int, **found: Any) -> Fit:
 def in_one_range(length: int, units: Units | None = None) -> Schedule:
     """Return the schedule that records all steps in one range."""
     return replace(store_all(length, units), policy="one-range")
-
-
-def _whole(length: int, budget: int, footprint: Footprint) -> Fit:
-    """Return the fit of ordinary backpropagation: one recorded range, with its own peak."""
-    schedule = in_one_range(length, _units(footprint))
-    if footprint.scheduled:
-        chunk = _Sizes(footprint).chunk(length, length)
-        return _describe(schedule, length, chunk, (length, 0, 1), budget, footprint)
-    found = _describe(schedule, length, length, (length, 0, 1), budget, footprint)
-    return replace(found, peak_bytes=footprint.whole_bytes(length), ordinary=True)

@@ -23,15 +23,8 @@ from retrograde.scan.blelloch import pairs
 
 
 def joined(later: Tensor, earlier: Tensor) -> Tensor:
-    """Return two ranges as one: a gradient goes through the later steps, then the earlier ones.
-
-    Args:
-        later: (B, n + 1, n), or a gradient (B, 1, n).
-        earlier: (B, n + 1, n).
-
-    Returns:
-        The rows of both, of the shape of ``later``.
-    """
+    """Return two ranges as one, of the shape of ``later``: (B, n + 1, n), or a gradient (B, 1, n),
+    which goes through the later steps, then through the ``earlier`` ones (B, n + 1, n)."""
     rows = later @ earlier[:, :-1]
     rows[:, -1] += earlier[:, -1]
     return rows
@@ -43,13 +36,10 @@ def scan(rows: Tensor, peers: Peers) -> Tensor | None:
     Args:
         rows: this rank's steps (B, n + 1, n); on the last rank, the gradient of the state before
             its steps (B, 1, n). The first rank's are not multiplied, only their shape is read.
-        peers: the other ranks.
+        peers: the other ranks; RankError where one does not answer.
 
     Returns:
         The gradient; None on the last rank, where the caller gives it.
-
-    Raises:
-        RankError: another rank does not answer.
     """
     end, index = peers.size - 1, peers.size - 1 - peers.rank
     levels = end.bit_length()  # ⌈log₂ p⌉

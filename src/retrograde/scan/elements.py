@@ -112,15 +112,7 @@ def flops(a: object, b: object) -> int:
 
 def check_product(left: Any, right: Any) -> Shape:
     """Return the batch of left·right: left is (…, m, k), right is (…, k, n) or a vector (…, k).
-
-    Raises:
-        ScanError: the inner sizes differ, or the batches do not broadcast.
-
-    Example:
-        >>> import torch
-        >>> check_product(Dense(torch.ones(4, 1, 3, 5)), Vector(torch.ones(7, 5)))
-        (4, 7)
-    """
+    ScanError if the inner sizes differ, or the batches do not broadcast."""
     dimensions = 1 if isinstance(right, Vector) else 2
     columns, rows = left.shape[-1], right.shape[-dimensions]
     if columns != rows:
