@@ -37,8 +37,8 @@ LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}
 # another, or deletes. ``top`` is the files beside the rooms.
 ROOMS = {
     "top": (1015, 900),
-    "schedule": (1148, 1150),
-    "plan": (2568, 2500),
+    "schedule": (1132, 1150),
+    "plan": (2554, 2500),
     "sizes": (1258, 1200),
     "replay": (1325, 1100),
     "run": (2228, 1950),
@@ -46,7 +46,7 @@ ROOMS = {
     "recurrent": (3269, 2600),
     "cells": (2350, 2200),
     "models": (5949, 3700),
-    "scan": (3445, 3700),
+    "scan": (3437, 3700),
     "ranks": (1013, 1100),
     "jax": (996, 1000),
     "figures": (442, 450),

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from retrograde.errors import ScheduleError
 from retrograde.schedule import Chain, Schedule, Units, Verb
-from retrograde.schedule.merge import merged
+from retrograde.schedule.schedule import merged
 from retrograde.units import format_bytes
 
 INTERPRETED = 20_000

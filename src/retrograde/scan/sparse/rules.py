@@ -5,7 +5,7 @@ A rule gives a pattern from shapes, and values from weights and inputs:
 ===============================  =============================================  ================
 layer                            pattern                                        values
 ===============================  =============================================  ================
-convolution, 1 to 3 dimensions   channels of a group ⊗ a band for each          weights, shared
+convolution, 1 to 3 dimensions   groups ⊗ channels of one ⊗ a band for each     weights, shared
 linear                           identity ⊗ all with all                        weights, shared
 activations, dropout             identity                                       slopes
 max-pooling                      identity ⊗ windows                             1 at the maximum
