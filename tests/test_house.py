@@ -38,7 +38,7 @@ LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}
 ROOMS = {
     "top": (1015, 900),
     "schedule": (1132, 1150),
-    "plan": (2554, 2500),
+    "plan": (2562, 2500),
     "sizes": (1258, 1200),
     "replay": (1325, 1100),
     "run": (2228, 1950),
@@ -47,8 +47,8 @@ ROOMS = {
     "cells": (2350, 2200),
     "models": (5949, 3700),
     "scan": (3415, 3700),
-    "ranks": (1013, 1100),
-    "jax": (996, 1000),
+    "ranks": (1016, 1100),
+    "jax": (995, 1000),
     "figures": (442, 450),
 }
 MOST_LINES = 450  # of a file

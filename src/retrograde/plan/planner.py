@@ -138,16 +138,24 @@ def plan(
 
 @overload
 def cost(
-    length: int, memory: int | None = None, policy: str = "hsm", *, alpha: int | None = None,
+    length: int,
+    memory: int | None = None,
+    policy: str = "hsm",
+    *,
+    alpha: int | None = None,
     beta: int | None = None,
-) -> int: ...  # fmt: skip
+) -> int: ...
 
 
 @overload
 def cost(
-    length: ArrayLike, memory: ArrayLike | None = None, policy: str = "hsm", *,
-    alpha: int | None = None, beta: int | None = None,
-) -> int | NDArray[np.int64]: ...  # fmt: skip
+    length: ArrayLike,
+    memory: ArrayLike | None = None,
+    policy: str = "hsm",
+    *,
+    alpha: int | None = None,
+    beta: int | None = None,
+) -> int | NDArray[np.int64]: ...
 
 
 def cost(

@@ -178,6 +178,7 @@ def _concatenated(parts: Iterable[Tensor], dim: int) -> Tensor:
     return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
 
 
+@dataclass
 class _Back:
     """The backward pass of one rank through its steps.
 
@@ -186,14 +187,16 @@ class _Back:
         begun: for each piece, the gradient of the state before the steps.
     """
 
-    def __init__(
-        self, call: Crossing, pieces: list[Piece], dy: Gradient, final: Sequence[Gradient],
-        own: list[Tensor],
-    ) -> None:  # fmt: skip
-        self.call, self.peers, self.pieces, self.own = call, call.peers, pieces, own
-        self.dy = dy
-        self.seeds = [None] * len(pieces) if dy is None else call.cut(dy, call.dim)
-        self.final = final
+    call: Crossing
+    pieces: list[Piece]
+    dy: Gradient
+    final: Sequence[Gradient]
+    own: list[Tensor]
+
+    def __post_init__(self) -> None:
+        call, dy = self.call, self.dy
+        self.peers = call.peers
+        self.seeds = [None] * len(self.pieces) if dy is None else call.cut(dy, call.dim)
 
     def go(self) -> list[Tensor]:
         """Run the backward pass; return the sums of the parameters' gradients over the ranks."""
