@@ -150,22 +150,20 @@ def _kron(left: Factor, right: Factor) -> Factor:
     if left.kind == right.kind == "full":
         return full(*shape)
     _check_entries(left.nnz * right.nnz, shape)
-    counts = np.outer(left.row_counts, right.row_counts).ravel()
-    indptr = np.concatenate([[0], np.cumsum(counts)])
-    indices = combined((left.indptr, left.indices), (right.indptr, right.indices), right.columns)
-    return Factor(*shape, "sparse", (indptr.astype(np.int32), indices))
+    arrays = combined((left.indptr, left.indices), (right.indptr, right.indices), right.columns)
+    return Factor(*shape, "sparse", arrays)
 
 
-def combined(left: tuple[Ints, Ints], right: tuple[Ints, Ints], scale: int) -> Ints:
+def combined(left: tuple[Ints, Ints], right: tuple[Ints, Ints], scale: int) -> tuple[Ints, Ints]:
     """Return left·scale + right for each entry of a Kronecker product, in the order of its rows.
-    Each side is the offsets of its rows, and a number for each entry."""
+    Each side, and the result, is the offsets of its rows, and a number for each entry."""
     from retrograde.kernels.cpu.llvm.threads import ranges, share
     from retrograde.scan.sparse.cpu_loops import kron
 
-    rows = len(left[0]) - 1
+    rows, counts = len(left[0]) - 1, np.outer(np.diff(left[0]), np.diff(right[0]))
     out = np.empty(len(left[1]) * len(right[1]), np.int32)
     share(kron, ranges(rows, rows), *left, *right, scale, out)
-    return out
+    return np.append(0, np.cumsum(counts)).astype(np.int32), out
 
 
 def multiplied(left: Factor, right: Factor, most: int = MOST_ENTRIES) -> Factor:

@@ -133,13 +133,11 @@ class Weighted(Pattern):
     @cached_property
     def sources(self) -> Ints:
         """The index of each entry's weight: (nnz,)."""
-        (first, *rest), (found, *places) = self.factors, self._places
-        indptr = first.indptr
-        for factor, place, size in zip(rest, places, self._sizes[1:], strict=True):
-            found = combined((indptr, found), (factor.indptr, place), size)
-            counts = np.outer(np.diff(indptr), factor.row_counts).ravel()
-            indptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-        return found
+        sides = [(f.indptr, place) for f, place in zip(self.factors, self._places, strict=True)]
+        found = sides[0]
+        for side, size in zip(sides[1:], self._sizes[1:], strict=True):
+            found = combined(found, side, size)
+        return found[1]
 
     def pruned(self, present: np.ndarray) -> "Pruned":
         """Return the pattern of the weights that are ``present`` (flat), that is, not zero."""
