@@ -38,7 +38,7 @@ LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}
 ROOMS = {
     "top": (1015, 900),
     "schedule": (1132, 1150),
-    "plan": (2562, 2500),
+    "plan": (2561, 2500),
     "sizes": (1258, 1200),
     "replay": (1325, 1100),
     "run": (2228, 1950),

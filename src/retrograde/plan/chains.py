@@ -17,7 +17,6 @@ rounded down for its ``bound``.
 """
 
 from dataclasses import replace
-from functools import reduce
 from math import gcd
 
 import numpy as np
@@ -111,7 +110,7 @@ def _calls_of(chain: Chain) -> tuple[list[CallSizes], int]:
         state, gradient, tape, chain.forward_transient_bytes, chain.record_transient_bytes,
         chain.backward_transient_bytes,
     )  # fmt: skip
-    unit = max(1, reduce(gcd, (size for column in columns for size in column)))
+    unit = max(1, gcd(*(size for column in columns for size in column)))
     state, gradient, tape, running, recording, back = (
         tuple(size // unit for size in column) for column in columns
     )
