@@ -24,11 +24,8 @@ from retrograde.figures.memory import Curve
 from retrograde.machine import machine_of
 from retrograde.models.profile import profile
 from retrograde.models.sequential import ChainFit, Sequential
-from retrograde.plan.chains import (
-    chain_minimum,
-    plan_chain,
-    record_everything,
-)
+from retrograde.plan import chain_minimum, plan
+from retrograde.plan.chains import plan_chain
 from retrograde.schedule import Chain
 from retrograde.sizes.allocations import Measurement, measure
 from retrograde.units import format_bytes, parse_memory
@@ -140,7 +137,7 @@ def run_ways(images: Images, how: Options, show: Show) -> Deep:
     ways, fits, refused = _ways(layers, how, x)
     probe = copy.deepcopy(layers)
     chain = profile(nn.Sequential(*copy.deepcopy(layers)), x, repeats=how.rounds)
-    least, ordinary = chain_minimum(chain), record_everything(chain)
+    least, ordinary = chain_minimum(chain), plan(chain, policy="store-all")
     sides, held = _measured(probe, chain, fits, how, x, show)
     total = how.iterations_of(len(images.training))
     losses, seconds = train_in_turns(
@@ -215,7 +212,7 @@ def _measured(
         show(0, f"measuring {name}")
         found[name] = measure(call)
         sides.append(Side(name, kind, budget, found[name].working_bytes, seconds))
-    planned, real = planned_memory(record_everything(chain)), _outline(found[_ORDINARY])
+    planned, real = planned_memory(plan(chain, policy="store-all")), _outline(found[_ORDINARY])
     least = chain_minimum(chain)
     schedules = {n: plan_chain(chain, max(least, fit.budget_bytes)) for n, fit in fits.items()}
     held = {
@@ -227,7 +224,7 @@ def _measured(
 
 def _between(chain: Chain, points: int) -> dict[str, int]:
     """The least budget, and more of them, evenly up to ordinary backpropagation's."""
-    least, most = chain_minimum(chain), record_everything(chain).peak
+    least, most = chain_minimum(chain), plan(chain, policy="store-all").peak
     sizes = np.linspace(least, most, points, endpoint=False).astype(int).tolist()
     return {format_bytes(size): size for size in sizes}
 
@@ -271,7 +268,7 @@ def _take_turns(calls: list[Call], rounds: int, show: Show) -> list[float]:
 def _curves(chain: Chain) -> dict[str, list[tuple[int, float]]]:
     """Of each policy, predicted seconds of an iteration for memories from the least to plenty."""
     curves = {}
-    most = record_everything(chain).peak
+    most = plan(chain, policy="store-all").peak
     for policy in _POLICIES:
         least = chain_minimum(chain, policy)
         rooms = np.linspace(least, most, _CURVE, dtype=int).tolist()

@@ -54,8 +54,8 @@ def planned_memory(schedule: Schedule) -> Curve:
         ScheduleError: the schedule is of a recurrence, whose steps have no seconds; or not legal.
 
     Example:
-        >>> from retrograde.plan.chains import record_everything
-        >>> curve = planned_memory(record_everything(Chain([1, 2], [1, 2], [10, 20])))
+        >>> from retrograde.plan import plan
+        >>> curve = planned_memory(plan(Chain([1, 2], [1, 2], [10, 20]), policy="store-all"))
         >>> curve.seconds, curve.held_bytes
         ((0.0, 1.0, 3.0, 5.0, 6.0), (10, 10, 40, 20, 0))
     """

@@ -10,7 +10,7 @@ from gruslys2016.planned import draw_planned, planned_memory
 from retrograde import figures
 from retrograde.errors import ScheduleError
 from retrograde.plan import plan
-from retrograde.plan.chains import chain_minimum, plan_chain, record_everything
+from retrograde.plan.chains import chain_minimum, plan_chain
 from retrograde.schedule import Chain
 from retrograde_papers.plates import save_plate
 
@@ -22,7 +22,7 @@ CHAIN = Chain(
 
 
 def found() -> Deep:
-    whole = record_everything(CHAIN)
+    whole = plan(CHAIN, policy="store-all")
     least = chain_minimum(CHAIN)
     schedule = plan_chain(CHAIN, least)
     planned, ordinary = planned_memory(schedule), planned_memory(whole)
@@ -47,7 +47,7 @@ def found() -> Deep:
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
 def test_memory_as_planned_peaks_where_the_schedule_does(share):
     least = chain_minimum(CHAIN)
-    whole = record_everything(CHAIN).peak
+    whole = plan(CHAIN, policy="store-all").peak
     schedule = plan_chain(CHAIN, least + int(share * (whole - least)))
     curve = planned_memory(schedule)
     assert max(curve.held_bytes) == schedule.peak

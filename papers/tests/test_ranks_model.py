@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from retrograde.errors import ScanError
-from retrograde.ranks.tree import blocks, rounds
+from retrograde.scan.blelloch import pairs
 from wang2020.ranks_model import RankModel, pipeline_space, scan_space, scan_steps, scan_work
 
 WAYS = ["linear", "tree"]
@@ -32,19 +32,21 @@ def replayed(model, size, way):
     clock = [model.jacobian_seconds] * size
     clock[0] = model.sweep_seconds
     clock[-1] = model.sweep_seconds if size == 1 else 0.0
-    for d in range(rounds(size)):
-        for start, half, stop in blocks(size, d):
-            sent = model.vector_bytes if start == 0 else model.matrix_bytes
-            arrives = clock[half - 1] + model.hop(sent)
-            clock[stop - 1] = max(clock[stop - 1], arrives)
-            if stop < size:
-                clock[stop - 1] += model.apply_seconds if start == 0 else model.product_seconds
-    for d in reversed(range(rounds(size))):
-        for start, half, stop in blocks(size, d):
-            if start:
-                arrives = clock[stop - 1] + model.hop(model.vector_bytes)
-                clock[half - 1] = max(clock[half - 1], arrives)
-                clock[stop - 1] += model.apply_seconds
+    rounds = math.ceil(math.log2(size))
+    for d in range(rounds):
+        for half, last in pairs(size - 1, d):
+            is_first = half < 2**d
+            sent = model.vector_bytes if is_first else model.matrix_bytes
+            arrives = clock[half] + model.hop(sent)
+            clock[last] = max(clock[last], arrives)
+            if last < size - 1:
+                clock[last] += model.apply_seconds if is_first else model.product_seconds
+    for d in reversed(range(rounds)):
+        for half, last in pairs(size - 1, d):
+            if half >= 2**d:
+                arrives = clock[last] + model.hop(model.vector_bytes)
+                clock[half] = max(clock[half], arrives)
+                clock[last] += model.apply_seconds
     return max([clock[0], *(each + model.sweep_seconds for each in clock[1:])])
 
 

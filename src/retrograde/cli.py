@@ -6,7 +6,7 @@ torch. An error is one message and exit code 2, never a traceback.
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -56,9 +56,8 @@ def _clean_errors() -> Iterator[None]:
         message = str(error)
     except ModuleNotFoundError as error:
         message = f"this needs {error.name}: pip install '.[cli]'"
-    Console(stderr=True, highlight=False).print(
-        f"[bold red]error[/] {escape(message)}", soft_wrap=True
-    )
+    console = Console(stderr=True, highlight=False)
+    console.print(f"[bold red]error[/] {escape(message)}", soft_wrap=True)
     raise typer.Exit(2)
 
 
@@ -81,50 +80,35 @@ def _retrograde(
 
 
 @app.command()
+@_clean_errors()
 def plan(
     length: Annotated[int, typer.Option(help="Steps of the sequence.")],
     memory: Annotated[
         str | None,
-        typer.Option(
-            help="Slots, in the policy's unit; none for store-all. With --state, bytes (64MiB) or "
-            "a share of ordinary BPTT's memory (5%)."
-        ),
+        typer.Option(help="Slots, none for store-all; with --state bytes (64MiB) or a share (5%)."),
     ] = None,
     policy: Annotated[
         str | None,
-        typer.Option(
-            help="hsm, ism, msm, best or store-all. By default best where --alpha is given, else "
-            "hsm."
-        ),
+        typer.Option(help="hsm, ism, msm, best or store-all; hsm by default, best with --alpha."),
     ] = None,
     alpha: Annotated[
         int | None,
-        typer.Option(
-            help="msm, best: size of an internal state, in hidden states; with --state, bytes."
-        ),
+        typer.Option(help="msm, best: an internal state, in hidden states, or bytes with --state."),
     ] = None,
     beta: Annotated[
         int | None,
-        typer.Option(
-            help="msm, best: the same where its input hidden state is kept; by default α less a "
-            "hidden state."
-        ),
+        typer.Option(help="The same where its input is kept; by default α less a hidden state."),
     ] = None,
     state: Annotated[
         int | None, typer.Option(help="msm, best: bytes of a hidden state, to plan in bytes.")
     ] = None,
     curve: Annotated[
         bool,
-        typer.Option(
-            "--curve", help="Every memory at which the cost drops: a table, and a picture of all."
-        ),
+        typer.Option("--curve", help="Table and picture of all memories where the cost drops."),
     ] = False,
     picture: Annotated[
         Path | None,
-        typer.Option(
-            help="Draw the schedule to this file (.svg, .png, .pdf); with --curve, the curve, by "
-            "default to trade_off.svg."
-        ),
+        typer.Option(help="Draw to this file (.svg, .png, .pdf), or trade_off.svg for --curve."),
     ] = None,
     json: Annotated[Path | None, typer.Option(help="Write the schedule to this file.")] = None,
     actions: Annotated[bool, typer.Option("--actions", help="List every action.")] = False,
@@ -136,28 +120,27 @@ def plan(
     """
     kind: dict[str, Any] = {"policy": policy or ("hsm" if alpha is None else "best")}
     kind |= {"alpha": alpha, "beta": beta}
-    with _clean_errors():
-        if curve:
-            if not (memory is None and state is None and json is None and not actions):
-                raise RetrogradeError(
-                    "--curve shows every memory: leave out --memory, --state, --json and --actions"
-                )
-            _show_curve(length, kind, picture or Path("trade_off.svg"))
-            return
-        schedule = _describe(length, memory, kind | {"state": state})
-        if actions:
-            typer.echo("\n".join(map(str, schedule)))
-        if json is not None:
-            text = schedule.to_json()
-            _write(json, lambda: json.write_text(text, encoding="utf-8"))
-            typer.echo(f"schedule written to {json}")
-        if picture is not None:
-            from retrograde.figures import draw_schedule
+    if curve:
+        if not (memory is None and state is None and json is None and not actions):
+            raise RetrogradeError(
+                "--curve shows every memory: leave out --memory, --state, --json and --actions"
+            )
+        _show_curve(length, kind, picture or Path("trade_off.svg"))
+        return
+    schedule = _describe(length, memory, kind | {"state": state})
+    if actions:
+        typer.echo("\n".join(map(str, schedule)))
+    if json is not None:
+        with _writing("schedule", json):
+            json.write_text(schedule.to_json(), encoding="utf-8")
+    if picture is not None:
+        from retrograde.figures import draw_schedule
 
-            _save(draw_schedule(schedule), picture)
+        _save(draw_schedule(schedule), picture)
 
 
 @app.command()
+@_clean_errors()
 def fit(
     layer: Annotated[str, typer.Argument(help="lstm, gru or rnn.")],
     length: Annotated[int, typer.Option(help="Steps of the sequence.")],
@@ -168,19 +151,18 @@ def fit(
     layers: Annotated[int, typer.Option(help="Layers.")] = 1,
 ) -> None:
     """What a recurrent layer takes within a budget on this machine: memory, steps and seconds."""
-    with _clean_errors():
-        import torch
+    import torch
 
-        import retrograde as rg
+    import retrograde as rg
 
-        if layer not in ("lstm", "gru", "rnn"):
-            raise RetrogradeError(f"cannot fit {layer!r}: expected lstm, gru or rnn")
-        ours = getattr(rg, layer.upper())(input, hidden, layers, memory=memory)
-        found, x = ours.fit((length, batch, input)), torch.randn(length, batch, input, device="cpu")
-        ways = [ours, getattr(torch.nn, layer.upper())(input, hidden, layers)]
-        taken = [min(_seconds(way, x) for _ in range(3)) for way in ways]
-        typer.echo(found)
-        typer.echo(f"an iteration takes {taken[0]:.3g} s, and {taken[1]:.3g} s in torch")
+    if layer not in ("lstm", "gru", "rnn"):
+        raise RetrogradeError(f"cannot fit {layer!r}: expected lstm, gru or rnn")
+    ours = getattr(rg, layer.upper())(input, hidden, layers, memory=memory)
+    found, x = ours.fit((length, batch, input)), torch.randn(length, batch, input, device="cpu")
+    ways = [ours, getattr(torch.nn, layer.upper())(input, hidden, layers)]
+    taken = [min(_seconds(way, x) for _ in range(3)) for way in ways]
+    typer.echo(found)
+    typer.echo(f"an iteration takes {taken[0]:.3g} s, and {taken[1]:.3g} s in torch")
 
 
 def _seconds(layer: Any, x: Any) -> float:
@@ -288,20 +270,22 @@ def _save(figure: "Figure", picture: Path) -> None:
     if not picture.suffix:  # matplotlib would choose one, and so write another file
         raise RetrogradeError(f"cannot draw {picture}: it has no extension; try .svg or .png")
     try:
-        _write(picture, lambda: figure.savefig(picture, dpi=160))
+        with _writing("picture", picture):
+            figure.savefig(picture, dpi=160)
     except ValueError as error:  # an extension that matplotlib does not know
         raise RetrogradeError(f"cannot draw {picture}: {error}; try .svg or .png") from error
-    typer.echo(f"picture written to {picture}")
 
 
-def _write(path: Path, write: Callable[[], object]) -> None:
+@contextmanager
+def _writing(what: str, path: Path) -> Iterator[None]:
     try:
-        write()
+        yield
     except OSError as error:
         raise RetrogradeError(
             f"cannot write {path}: {error.strerror or error}; make room there, or name a file that "
             "can be written"
         ) from error
+    typer.echo(f"{what} written to {path}")
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ All were tested with torch 2.10.0, 2.13.0, 2.14.1 and 2.15.0. A test fails where
 
 import sys
 from collections.abc import Callable, Iterable
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -21,11 +22,17 @@ from torch._C._profiler import (
 )
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import Variable
 from torch.nn.modules.dropout import _DropoutNd
 
 #: The number that the next node of this thread's graph gets. Backward, nodes of larger numbers run
 #: first; so it tells what was made later, and whether a call made a node at all.
 next_node: Callable[[], int] = _autograd._get_sequence_nr
+#: The number of a node, and the shapes and types of its outputs, which no public attribute tells.
+number_of: Callable[[Any], int] = methodcaller("_sequence_nr")
+outputs_of: Callable[[Any], Any] = attrgetter("_input_metadata")
+#: Calls a function at the end of the backward pass that runs.
+after_backward: Callable[[Callable[[], Any]], None] = Variable._execution_engine.queue_callback
 #: The number of the backward pass that runs, or −1: what a pass filled is let go at its end.
 backward_pass: Callable[[], int] = torch._C._current_graph_task_id
 #: Whether a transform such as ``torch.func.grad`` wraps a tensor, whose memory is then another's.
@@ -53,6 +60,8 @@ is_tracing: Callable[[], bool] = torch._C._is_tracing
 switches = torch._C
 #: Adds tensors to others in one call.
 add_each: Any = torch._foreach_add_
+#: The names of a recurrent module's weights in torch's order.
+flat_names: Callable[[nn.RNNBase], list[str]] = attrgetter("_flat_weights_names")
 #: The calls of cuDNN and oneDNN that torch's recurrent modules make.
 recurrent_calls: Any = torch._VF
 #: The base of torch's dropouts.
@@ -95,22 +104,6 @@ def keeps_graph() -> bool:
     """Return whether the backward pass that runs keeps its graph; older torch does not tell."""
     asked = getattr(_autograd, "_get_current_graph_task_keep_graph", None)
     return asked is None or bool(asked())
-
-
-def after_backward(call: Callable[[], Any]) -> None:
-    """Call a function at the end of the backward pass that runs."""
-    torch.autograd.Variable._execution_engine.queue_callback(call)
-
-
-def number_of(node: Any) -> int:
-    """Return the number of a node in the graph, as of :data:`next_node`."""
-    found: int = node._sequence_nr()
-    return found
-
-
-def outputs_of(node: Any) -> Any:
-    """Return the shapes and types of a node's outputs, which no public attribute tells."""
-    return node._input_metadata
 
 
 def raw_saved(node: Any, name: str) -> Any:
@@ -179,11 +172,6 @@ def flat_weights(module: nn.RNNBase, *, anew: bool = False) -> list[Any]:
     return module._flat_weights
 
 
-def flat_names(module: nn.RNNBase) -> list[str]:
-    """Return the names of a recurrent module's weights in torch's order."""
-    return module._flat_weights_names
-
-
 def give_flat_weights(module: nn.RNNBase, weights: Iterable[Tensor]) -> None:
     """Let a recurrent module run over some weights."""
     vars(module).update(_flat_weights=[*weights], _flat_weights_names=[], _flat_weight_refs=[])
@@ -191,8 +179,9 @@ def give_flat_weights(module: nn.RNNBase, weights: Iterable[Tensor]) -> None:
 
 def run_backward(outputs: Any, gradients: Any, wanted: Any) -> Any:
     """Return gradients as ``torch.autograd.grad`` does, which switches modes off meanwhile."""
-    engine = torch.autograd.Variable._execution_engine
-    return engine.run_backward(outputs, gradients, False, False, wanted, True, False)
+    return Variable._execution_engine.run_backward(
+        outputs, gradients, False, False, wanted, True, False
+    )
 
 
 def lay_out(weights: Any, *options: Any) -> None:

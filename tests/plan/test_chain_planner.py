@@ -15,7 +15,7 @@ from retrograde.plan import chain_minimum, cost, plan
 from retrograde.plan.call_planner import MayKeep
 from retrograde.plan.call_planner import fastest as fastest_calls
 from retrograde.plan.calls import CallSizes, Way, seconds_of
-from retrograde.plan.chains import LONGEST, plan_chain, record_everything
+from retrograde.plan.chains import LONGEST, plan_chain
 from retrograde.schedule import Chain, Schedule, Verb, simulate
 
 POLICIES = ("msm", "hsm", "ism")
@@ -45,7 +45,7 @@ def random_chain(length: int, seed: int, scale: int = 1, running: int = 5) -> Ch
 
 def budgets(chain: Chain, policy: str, count: int = 3) -> list[int]:
     """From the least one to more than enough."""
-    least, most = chain_minimum(chain, policy), record_everything(chain).peak
+    least, most = chain_minimum(chain, policy), plan(chain, policy="store-all").peak
     between = np.linspace(least, max(least, most), count + 1).astype(int).tolist()
     return sorted({max(1, m) for m in (*between, least + 1, max(least, most - 1), most + 99)
                    if m >= least})  # fmt: skip
@@ -116,7 +116,7 @@ def test_kept_promises_of_longer_chains(length, seed, policy):
 def test_rounded_levels_keep_the_budget_and_prove_a_bound(length, seed, policy, share):
     """With 20 levels at most: what is found with a thousand is between bound and schedule."""
     chain = random_chain(length, seed, scale=1000)
-    least, most = chain_minimum(chain, policy), record_everything(chain).peak
+    least, most = chain_minimum(chain, policy), plan(chain, policy="store-all").peak
     memory = max(1, int(least + share * max(0, most - least)))
     fine = plan_chain(chain, memory, policy, certify=True)
     with pytest.MonkeyPatch.context() as patch:

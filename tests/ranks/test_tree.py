@@ -7,7 +7,8 @@ from queue import Queue
 import pytest
 import torch
 
-from retrograde.ranks.tree import blocks, joined, rounds, scan
+from retrograde.ranks.tree import joined, scan
+from retrograde.scan.blelloch import pairs
 
 SIZES = range(1, 17)
 
@@ -73,15 +74,15 @@ def test_every_rank_gets_the_gradient_that_reaches_it(size):
 @pytest.mark.quick(6)
 @pytest.mark.parametrize("size", SIZES)
 def test_messages_and_rounds_are_those_of_the_algorithm(size):
-    assert rounds(size) == math.ceil(math.log2(size))
     _, peers = scanned(drawn(size))
     matrices = [sum(rows > 1 for _, rows in each.sent) for each in peers]
     assert max(matrices) <= 1
-    every = [b for d in range(rounds(size)) for b in blocks(size, d)]
-    up, down = len(every), sum(start > 0 for start, _, _ in every)
+    rounds = math.ceil(math.log2(size))
+    every = [half >= 2**d for d in range(rounds) for half, _ in pairs(size - 1, d)]
+    up, down = len(every), sum(every)
     assert sum(len(each.sent) for each in peers) == up + down
     longest = max(each.clock for each in peers)
-    assert rounds(size) <= longest <= max(2 * rounds(size) - 1, 0)
+    assert rounds <= longest <= max(2 * rounds - 1, 0)
 
 
 def test_joined_ranges_are_one_range():

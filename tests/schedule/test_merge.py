@@ -46,8 +46,8 @@ def test_cost_and_peak_stay_as_they_were(length, memory, alpha, less):
     beta = max(1, alpha - less)
     for form in (Mixed(memory - 1, beta, alpha == beta), Mixed(memory - 1, 1, wide=True)):
         parts = Segments()
-        whole = parts.actions(form.schedule(length, parts), length)
-        schedule = Schedule(length, "parts", None, Units(), *whole)
+        root = parts.add(0, 0, form.schedule(length, parts))  # stored before, freed after
+        schedule = Schedule(length, "parts", None, Units(), *parts.actions(root, length))
         short = merge(schedule)
         assert (short.cost, short.peak) == (schedule.cost, schedule.peak)
         assert merge(short) == short

@@ -43,6 +43,13 @@ class Asked:
         if self.schedule is not None:
             _ = self.schedule.cost  # computing the cost replays and so checks the schedule
 
+    def table(self, recorded: Recorded, length: int) -> Table | None:
+        """Return the table to follow, or None to hold all residuals."""
+        if self.schedule is not None:
+            return table_of(self.schedule)
+        assert self.memory is not None, "without either, jax.lax.scan is called"
+        return fit_scan(recorded, length, self.memory)[1]
+
 
 def fit_scan(recorded: Recorded, length: int, memory: Memory) -> tuple[Fit, Table | None]:
     """Return the fit for a budget, and the table that stays within it.
@@ -86,11 +93,3 @@ def _footprint(recorded: Recorded) -> Footprint:
         call_bytes=state,
         extra_bytes=_ALIGNMENT * (16 + 3 * len(recorded.step.carry) + 3 * len(recorded.held)),
     )
-
-
-def find_table(recorded: Recorded, length: int, asked: Asked) -> Table | None:
-    """Return the table to follow, or None to hold all residuals."""
-    if asked.schedule is not None:
-        return table_of(asked.schedule)
-    assert asked.memory is not None, "without either, jax.lax.scan is called"
-    return fit_scan(recorded, length, asked.memory)[1]

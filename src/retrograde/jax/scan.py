@@ -13,7 +13,7 @@ from jax.extend.core import jaxpr_as_fun
 from jax.tree_util import Partial
 
 from retrograde.errors import CellError
-from retrograde.jax.budget import Asked, find_table, fit_scan
+from retrograde.jax.budget import Asked, fit_scan
 from retrograde.jax.ranges import Order, Sweeps
 from retrograde.jax.step import (
     Arrays,
@@ -169,7 +169,7 @@ class _Scan:
         consts, init, xs = operands = [[p.value for p in part] for part in parts]
         one_step = consts, init, [x[0] for x in xs]
         recorded = Recorded.of(self.step, one_step, wanted[0], wanted[2])
-        table = find_table(recorded, self.order.length, self.asked)
+        table = self.asked.table(recorded, self.order.length)
         if table is None:
             return self._vjp(*operands)
         sweeps = Sweeps(recorded, table, self.order)

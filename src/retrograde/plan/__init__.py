@@ -5,8 +5,7 @@ Importing it loads neither torch nor numba: kernels are compiled on first use.
 
 from retrograde.plan.arguments import CHAIN_POLICIES, POLICIES
 from retrograde.plan.chains import chain_minimum
-from retrograde.plan.curve import TradeOff, trade_off
-from retrograde.plan.planner import cost, plan
+from retrograde.plan.planner import TradeOff, cost, plan, trade_off
 
 __all__ = [
     "CHAIN_POLICIES",

@@ -64,17 +64,12 @@ def check_chain_policy(policy: str, *, has_memory: bool = True, **foreign: objec
 
 def _check_memory(policy: str, has_memory: bool, expected: str) -> None:
     if has_memory and policy == "store-all":
-        raise takes_no_memory(policy)
+        raise ScheduleError(
+            f"the policy {policy!r} takes no memory, since what it keeps is fixed: leave memory "
+            "out, or use 'hsm', 'ism', 'msm' or 'best'"
+        )
     if not has_memory and policy != "store-all":
         raise ScheduleError(f"the policy {policy!r} needs a memory: give {expected}")
-
-
-def takes_no_memory(policy: str) -> ScheduleError:
-    """Return the error for a memory beside the policy ``"store-all"``."""
-    return ScheduleError(
-        f"the policy {policy!r} takes no memory, since what it keeps is fixed: leave memory out, "
-        "or use 'hsm', 'ism', 'msm' or 'best'"
-    )
 
 
 def units_of(alpha: int | None, beta: int | None, state: int | None = None) -> Units:

@@ -222,11 +222,7 @@ def least(calls: Sequence[CallSizes], kinds: MayKeep = _ALL) -> int:
 
 
 def fastest(calls: Sequence[CallSizes], budget: int, kinds: MayKeep = _ALL) -> tuple[Part, ...]:
-    """Return the fastest plan whose peak is within a budget.
-
-    Raises:
-        ValueError: the budget is less than the least peak.
-    """
+    """Return the fastest plan whose peak is within a budget; ValueError if no plan's is."""
     whole = kept_whole(calls)
     if kinds.tapes and peak_of(calls, whole) <= budget:
         return whole

@@ -149,82 +149,73 @@ def kept_whole(calls: Sequence[CallSizes]) -> tuple[Part, ...]:
     return tuple(Part(i, i + 1) for i in range(len(calls)))
 
 
-def peak_of(calls: Sequence[CallSizes], parts: Sequence[Part]) -> int:
+def peak_of(calls: Sequence[CallSizes], parts: Sequence[Part], *, grouped: bool = False) -> int:
     """Return the peak bytes of a plan, without the first input and the last output, which are the
-    caller's."""
-    return left_bytes(calls) + _peak(calls, parts, grouped=False)
+    caller's. If ``grouped``, it is the plan of a group, which runs again."""
+    peak = 0 if grouped else left_bytes(calls)
+    waits = calls[parts[-1].stop - 1].gradient_bytes if grouped else 0
+    left, held = peak, _held(calls, parts, grouped)[0]
+    for part, (before, base) in zip(parts, held, strict=True):
+        way = calls[part.start].ways[part.way]
+        if part.parts:
+            inside = peak_of(calls, part.parts, grouped=True)
+            most = base + max(waits + _runs(calls[part.start : part.stop]), inside)
+        elif part is parts[-1] and grouped and way.dropped:
+            most = base + way.backward_bytes
+        else:
+            most = max(before + waits + way.first_bytes, base + way.backward_bytes)
+        peak = max(peak, left + most)
+    return peak
 
 
 def held_of(calls: Sequence[CallSizes], parts: Sequence[Part]) -> int:
     """Return what the calls of a row hold after its forward pass, its first input aside."""
-    held, is_held = 0, True
+    return _held(calls, parts, grouped=False)[1]
+
+
+def _held(
+    calls: Sequence[CallSizes], parts: Sequence[Part], grouped: bool
+) -> tuple[list[tuple[int, int]], int]:
+    """Return what is held while each part runs forward, with its input, and while it goes back.
+    The second is what is held at the end."""
+    found, held, is_held = [], 0, True  # whether the input of a part is held already
     for part in parts:
         call, way = calls[part.start], calls[part.start].ways[part.way]
+        before = held + (0 if is_held else call.input_bytes)
         if part.parts:
-            noted = sum(calls[k].noted_bytes for k in range(part.start, part.stop))
-            held += noted + (0 if is_held else call.input_bytes)
+            noted = 0 if grouped else sum(c.noted_bytes for c in calls[part.start : part.stop])
+            base = held = before + noted
             is_held = False
-            continue
-        held += after(call, way) + (call.input_bytes if way.keeps_input and not is_held else 0)
-        is_held = way.keeps_output
-    return held
+        else:
+            base = before if way.keeps_input else held
+            held = base + after(call, way)
+            is_held = way.keeps_output
+        found.append((before, base))
+    return found, held
+
+
+def _runs(calls: Sequence[CallSizes]) -> int:
+    """Return the peak of running calls one after the other without a graph, the first input
+    aside."""
+    inputs = [0, *(call.input_bytes for call in calls[1:])]
+    return max(call.forward_bytes + size for call, size in zip(calls, inputs, strict=True))
 
 
 def left_bytes(calls: Sequence[CallSizes]) -> int:
     return sum(call.left_bytes for call in calls)
 
 
-def _peak(calls: Sequence[CallSizes], parts: Sequence[Part], *, grouped: bool) -> int:
-    peak = held = 0
-    waits = calls[parts[-1].stop - 1].gradient_bytes if grouped else 0
-    is_held = True  # whether the input of a part is held already
-    bases: list[int] = []
-    for part in parts:
-        call = calls[part.start]
-        given = 0 if is_held else call.input_bytes
-        if part.parts:
-            noted = sum(calls[k].noted_bytes for k in range(part.start, part.stop))
-            held += given + (0 if grouped else noted)
-            bases.append(held)
-            peak = max(peak, held + waits + _runs(calls, part.start, part.stop))
-            is_held = False
-            continue
-        way = call.ways[part.way]
-        if part is not parts[-1] or not grouped or not way.dropped:
-            peak = max(peak, held + waits + given + way.first_bytes)
-        held += given if way.keeps_input else 0
-        bases.append(held)
-        held += after(call, way)
-        is_held = way.keeps_output
-    for part, base in zip(parts, bases, strict=True):
-        if part.parts:
-            peak = max(peak, base + _peak(calls, part.parts, grouped=True))
-        else:
-            peak = max(peak, base + calls[part.start].ways[part.way].backward_bytes)
-    return peak
-
-
-def _runs(calls: Sequence[CallSizes], start: int, stop: int) -> int:
-    """Return the peak of running calls one after the other without a graph."""
-    return max(
-        calls[k].forward_bytes + (calls[k].input_bytes if k > start else 0)
-        for k in range(start, stop)
-    )
-
-
-def seconds_of(calls: Sequence[CallSizes], parts: Sequence[Part]) -> float:
+def seconds_of(
+    calls: Sequence[CallSizes], parts: Sequence[Part], *, grouped: bool = False
+) -> float:
     """Return the time of a plan beyond ordinary backpropagation's."""
-    return _seconds(calls, parts, grouped=False)
-
-
-def _seconds(calls: Sequence[CallSizes], parts: Sequence[Part], *, grouped: bool) -> float:
     total = 0.0
     for part in parts:
         way = calls[part.start].ways[part.way]
         if grouped and (part.parts or way.dropped) and part is not parts[-1]:
-            total += sum(calls[k].forward_seconds for k in range(part.start, part.stop))
+            total += sum(call.forward_seconds for call in calls[part.start : part.stop])
         if part.parts:
-            total += _seconds(calls, part.parts, grouped=True)
+            total += seconds_of(calls, part.parts, grouped=True)
         else:
             total += way.seconds if way.dropped or not grouped else way.again_seconds
     return total

@@ -17,7 +17,6 @@ rounded down for its ``bound``.
 """
 
 from dataclasses import replace
-from functools import reduce
 from math import gcd
 
 import numpy as np
@@ -33,15 +32,10 @@ from retrograde.units import Memory, as_bytes, format_bytes
 LONGEST = 400
 
 
-def record_everything(chain: Chain) -> Schedule:
-    """Ordinary backpropagation, every layer recorded once: the baseline ``store-all``."""
-    return store_all(len(chain), chain)
-
-
 def plan_chain(
-    chain: Chain, memory: Memory, policy: str = "msm", *, certify: bool = False
+    chain: Chain, memory: Memory | None, policy: str = "msm", *, certify: bool = False
 ) -> Schedule:
-    """Return the fastest persistent schedule of a chain within a budget.
+    """Return the fastest persistent schedule of a chain within a budget; with None, store-all.
 
     Arguments and errors are those of :func:`~retrograde.plan.planner.plan`.
 
@@ -50,7 +44,9 @@ def plan_chain(
     >>> schedule.seconds, schedule.peak, plan_chain(chain, "100%").seconds
     (19.0, 8, 15.0)
     """
-    ordinary = record_everything(chain)
+    ordinary = store_all(len(chain), chain)
+    if memory is None:
+        return ordinary
     room = as_bytes(memory, ordinary.peak)
     kinds, (calls, unit) = _kinds(policy), _calls_of(chain)
     if kinds.tapes and room >= ordinary.peak:
@@ -74,7 +70,7 @@ def chain_minimum(chain: Chain, policy: str = "msm") -> int:
     """Return the smallest budget that a policy can keep, in bytes."""
     kinds, (calls, unit) = _kinds(policy), _calls_of(chain)
     found = least(calls, kinds) * unit + chain.overhead_bytes
-    return min(found, record_everything(chain).peak) if kinds.tapes else found
+    return min(found, store_all(len(chain), chain).peak) if kinds.tapes else found
 
 
 def _too_small(chain: Chain, room: int, policy: str) -> BudgetError:
@@ -114,7 +110,7 @@ def _calls_of(chain: Chain) -> tuple[list[CallSizes], int]:
         state, gradient, tape, chain.forward_transient_bytes, chain.record_transient_bytes,
         chain.backward_transient_bytes,
     )  # fmt: skip
-    unit = max(1, reduce(gcd, (size for column in columns for size in column)))
+    unit = max(1, gcd(*(size for column in columns for size in column)))
     state, gradient, tape, running, recording, back = (
         tuple(size // unit for size in column) for column in columns
     )

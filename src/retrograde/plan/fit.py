@@ -195,6 +195,10 @@ class _Sizes:
     def overhead(self, steps: int) -> int:
         return self.core(steps) + self.beside_core
 
+    def chunk(self, length: int, block: int) -> int:
+        """Return the most steps that one call may advance with temporaries in the working core."""
+        return self.footprint.advance.most(self.core(block), length)
+
 
 @dataclass(frozen=True)
 class Fit:
@@ -253,11 +257,13 @@ def fit(length: int, memory: Memory | None, footprint: Footprint) -> Fit:
     if asks_for_all(memory) and not footprint.scheduled:
         budget = max(budget, whole)  # 100 % always allows ordinary backpropagation
     heap = math.inf if footprint.heap_bytes is None else footprint.heap_bytes
-    if budget >= whole and (not footprint.scheduled or footprint.held(length) <= heap):
-        return _whole(length, budget, footprint)
+    sizes, scheduled = _Sizes(footprint), footprint.scheduled
+    if budget >= whole and (not scheduled or footprint.held(length) <= heap):
+        schedule, spent = in_one_range(length, _units(footprint)), (length, 0, 1)
+        chunk = sizes.chunk(length, length) if scheduled else length
+        return _describe(schedule, length, chunk, spent, budget, footprint, ordinary=not scheduled)
     if budget < minimum:
         raise refusal(length, memory, budget, minimum, ordinary, footprint.unit)
-    sizes = _Sizes(footprint)
     best = _fastest(length, _grid(length, budget, sizes), budget, sizes)
     assert best.peak_bytes <= budget
     return best
@@ -296,7 +302,7 @@ def _fastest(length: int, blocks: Sequence[int], budget: int, sizes: _Sizes) -> 
             best, found = (time, steps), (one, parts, root, spent)
     one, parts, root, spent = found
     schedule = one.schedule(parts, root, _units(footprint))
-    return _describe(schedule, one.steps, one.chunk, spent, budget, sizes)
+    return _describe(schedule, one.steps, one.chunk, spent, budget, footprint)
 
 
 def _divided(length: int, steps: int, budget: int, sizes: _Sizes) -> Blocks:
@@ -304,7 +310,7 @@ def _divided(length: int, steps: int, budget: int, sizes: _Sizes) -> Blocks:
     memory = budget - sizes.overhead(steps)
     unit = max(1, sizes.footprint.state_bytes, -(-memory // _LEVELS))
     held = max(1, -(-sizes.held(steps) // unit))
-    return Blocks(length, steps, memory // unit, held, _chunk(length, steps, sizes))
+    return Blocks(length, steps, memory // unit, held, sizes.chunk(length, steps))
 
 
 def _least_time(blocks: Blocks, footprint: Footprint) -> float:
@@ -383,11 +389,6 @@ def _most(length: int, limit: int, size: Callable[[int], int]) -> int:
     return min(length, max(1, bisect_right(steps, limit, key=size)))
 
 
-def _chunk(length: int, block: int, sizes: _Sizes) -> int:
-    """Return the most steps that one call may advance with temporaries in the working core."""
-    return sizes.footprint.advance.most(sizes.core(block), length)
-
-
 def _units(footprint: Footprint) -> Units:
     """Return the sizes of one step in hidden states, rounded up, for the record in the schedule."""
     beta = max(1, -(-footprint.held(1) // max(1, footprint.state_bytes)))
@@ -396,22 +397,23 @@ def _units(footprint: Footprint) -> Units:
 
 def _describe(
     schedule: Schedule, block: int, chunk: int, spent: tuple[int, int, int], budget: int,
-    sizes: _Sizes,
+    footprint: Footprint, *, ordinary: bool = False,
 ) -> Fit:  # fmt: skip
     """``spent`` is the forward steps, and the calls that advance and that record."""
-    footprint, (forward_steps, advances, records) = sizes.footprint, spent
+    (forward_steps, advances, records), length = spent, schedule.length
+    peak = footprint.whole_bytes(length) if ordinary else predict_peak_bytes(schedule, footprint)
     return Fit(
         schedule=schedule,
         block=block,
         chunk=chunk,
         forward_steps=forward_steps,
         calls=advances + 2 * records,
-        time=footprint.time(schedule.length, *spent),
+        time=footprint.time(length, *spent),
         budget_bytes=budget,
-        peak_bytes=predict_peak_bytes(schedule, footprint),
-        ordinary_bytes=footprint.ordinary_bytes(schedule.length),
+        peak_bytes=peak,
+        ordinary_bytes=footprint.ordinary_bytes(length),
         minimum_bytes=footprint.minimum_bytes(),
-        ordinary=False,
+        ordinary=ordinary,
     )
 
 
@@ -424,15 +426,3 @@ def whole_fit(length: int, block: int, **found: Any) -> Fit:
 def in_one_range(length: int, units: Units | None = None) -> Schedule:
     """Return the schedule that records all steps in one range."""
     return replace(store_all(length, units), policy="one-range")
-
-
-def _whole(length: int, budget: int, footprint: Footprint) -> Fit:
-    """Return the fit of ordinary backpropagation: one recorded range, with its own peak."""
-    schedule = in_one_range(length, _units(footprint))
-    sizes = _Sizes(footprint)
-    chunk = _chunk(length, length, sizes)
-    found = _describe(schedule, length, chunk, (length, 0, 1), budget, sizes)
-    if footprint.scheduled:
-        return found
-    peak = footprint.whole_bytes(length)
-    return replace(found, chunk=length, peak_bytes=peak, ordinary=True)

@@ -1,10 +1,10 @@
-"""The questions a user asks first: the schedule and its cost.
+"""The questions a user asks first: the schedule, its cost, and what more memory buys.
 
 HSM and ISM are closed forms (:mod:`retrograde.plan.steps.closed_form`), and so is MSM, the mix of
 both (:mod:`~retrograde.plan.steps.mixed`). :mod:`~retrograde.plan.steps.best` says for which sizes
 of states, and takes two tables (:mod:`~retrograde.plan.steps.tables`) for others.
 :mod:`retrograde.plan.chains` plans a chain of unequal layers, where every policy counts
-bytes. :mod:`retrograde.plan.curve` has the whole curve.
+bytes.
 
 ===================  =========================================================  ================
 policy               ``memory`` counts                                          also takes
@@ -20,6 +20,7 @@ policy               ``memory`` counts                                          
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import overload
 
 import numpy as np
@@ -27,8 +28,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from retrograde.errors import ScheduleError
 from retrograde.plan.arguments import check_chain_policy, check_policy, integer, integers, units_of
-from retrograde.plan.chains import plan_chain, record_everything
-from retrograde.plan.steps.best import best_cost, best_costs, best_schedule, closed_form
+from retrograde.plan.chains import plan_chain
+from retrograde.plan.steps.best import (
+    best_cost,
+    best_schedule,
+    closed_form,
+    enough_for,
+    tabled_costs,
+)
 from retrograde.plan.steps.closed_form import hsm_cost, hsm_segments, ism_cost
 from retrograde.plan.steps.mixed import Mixed
 from retrograde.plan.steps.unfold import Segments, store_all
@@ -36,6 +43,7 @@ from retrograde.schedule import Chain, Schedule, Units
 from retrograde.units import Memory, as_bytes
 
 _ISM = Units(alpha=1, beta=1, core=1, initial=0)
+_MOST_POINTS = 10**6  # of a curve
 _LONGEST_AT_ONCE = 2**31 - 1  # steps in an array whose costs fit 64 bits for certain
 
 
@@ -97,8 +105,6 @@ def plan(
         foreign = {"alpha": alpha, "beta": beta, "state": state}
         policy = policy or "msm"
         check_chain_policy(policy, has_memory=memory is not None, **foreign)
-        if memory is None:
-            return record_everything(length)
         return plan_chain(length, memory, policy, certify=certify)
     policy = policy or "hsm"
     check_policy(policy, alpha=alpha, beta=beta, state=state, has_memory=memory is not None)
@@ -106,7 +112,13 @@ def plan(
     if memory is None:
         return store_all(steps, units_of(2 if alpha is None else alpha, beta))
     if state is not None:
-        return _plan_bytes(steps, memory, units_of(alpha, beta, state), policy)
+        sizes = units_of(alpha, beta, state)
+        room = as_bytes(memory, enough_for(steps, sizes))
+        if room < sizes.state:
+            raise ScheduleError(
+                f"memory is {room} bytes: expected at least {sizes.state}, the initial state alone"
+            )
+        return best_schedule(steps, room, sizes, policy)
     if isinstance(memory, str | float):
         raise ScheduleError(
             f"memory is {memory!r}: expected an integer, 1 or more; bytes and shares need all "
@@ -189,7 +201,8 @@ def cost(
     for slots in levels:
         form = _form(policy, slots, alpha, beta)
         if form is None:
-            return best_costs(lengths, memories, units_of(alpha, beta), policy)
+            found = tabled_costs(lengths, memories, units_of(alpha, beta), policy)
+            return _costs_one_by_one(lengths, memories, one) if found is None else found
         where = memories == slots if len(levels) > 1 else ...
         costs[where] = form.costs(lengths[where])
     return costs
@@ -202,15 +215,6 @@ def _form(policy: str, slots: int, alpha: int | None, beta: int | None) -> Mixed
     if policy == "ism":
         return Mixed(slots - 1, 1, wide=True)
     return closed_form(slots, units_of(alpha, beta), policy)
-
-
-def _plan_bytes(length: int, memory: Memory, units: Units, policy: str) -> Schedule:
-    room = as_bytes(memory, units.state + units.beta * (length - 1))
-    if room < units.state:
-        raise ScheduleError(
-            f"memory is {room} bytes: expected at least {units.state}, the initial state alone"
-        )
-    return best_schedule(length, room, units, policy)
 
 
 def _one_cost(policy: str, alpha: int | None, beta: int | None) -> Callable[[int, int], int]:
@@ -233,3 +237,81 @@ def _costs_one_by_one(
             "ask for it alone, as an int"
         )
     return np.array(costs, dtype=np.int64).reshape(lengths.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class TradeOff:
+    """The trade-off curve: every memory at which the cost of a sequence drops.
+
+    Attributes:
+        length: steps.
+        policy: ``"hsm"``, ``"ism"``, ``"msm"`` or ``"best"``.
+        memory: slots, increasing from the least feasible, shape (points,).
+        cost: forward steps with that memory, and up to the next one, shape (points,).
+        alpha: size of an internal state, for ``"msm"`` and ``"best"``.
+        beta: the same where its input is in memory.
+
+    Example:
+        >>> trade_off(4, "ism").cost.tolist()
+        [10, 6, 5, 4]
+    """
+
+    length: int
+    policy: str
+    memory: NDArray[np.int64] = field(repr=False)
+    cost: NDArray[np.int64] = field(repr=False)
+    alpha: int | None = None
+    beta: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.memory)
+
+    def at(self, memory: int) -> int:
+        """Return the cost with ``memory`` slots, at least 1, whether or not it is a point.
+
+        Example:
+            >>> trade_off(4, "ism").at(100)
+            4
+        """
+        slots = integer("memory", memory)
+        return int(self.cost[np.searchsorted(self.memory, slots, side="right") - 1])
+
+
+def trade_off(
+    length: int, policy: str = "hsm", *, alpha: int | None = None, beta: int | None = None
+) -> TradeOff:
+    """Return the trade-off curve: every memory at which the cost drops.
+
+    Args:
+        length: steps, at least 1.
+        policy, alpha, beta: ``"hsm"``, ``"ism"``, ``"msm"`` or ``"best"``, and its sizes as
+            :func:`~retrograde.plan.plan` has them.
+
+    Returns:
+        Memories and costs; the last cost is the least of all.
+
+    Raises:
+        ScheduleError: an argument is out of range, or there are more than a million memories.
+
+    Example:
+        >>> curve = trade_off(1000, "msm", alpha=5)
+        >>> len(curve), int(curve.memory[-1]), int(curve.cost[-1]), curve.at(300)
+        (1085, 3997, 1000, 1928)
+    """
+    check_policy(policy, alpha=alpha, beta=beta)
+    units = units_of(alpha, beta) if policy in ("msm", "best") else None
+    steps = integer("length", length)
+    # Less than G16 says: erratum 5.
+    enough = steps if policy == "ism" else max(1, steps - 1)
+    if units is not None:
+        enough = enough_for(steps, units)
+    if enough > _MOST_POINTS:
+        raise ScheduleError(
+            f"the curve for {steps} steps has {enough} memories, expected at most {_MOST_POINTS}: "
+            "ask for the cost at those of interest"
+        )
+    memories = np.arange(1, enough + 1)
+    costs = np.asarray(cost(steps, memories, policy, alpha=alpha, beta=beta))
+    drops = np.flatnonzero(np.diff(costs, prepend=costs[0] + 1))
+    sizes = (units.alpha, units.beta) if units else (None, None)
+    return TradeOff(steps, policy, memories[drops], costs[drops], *sizes)

@@ -1,3 +1,1 @@
 """Sequences across processes, cut along time: each process, a rank, has its own steps."""
-
-__all__: list[str] = []

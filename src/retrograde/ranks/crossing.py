@@ -70,11 +70,8 @@ class Crossing:
         return list(torch.split(t, self.batches, dim))
 
     def check_budget(self) -> None:
-        """Refuse a budget that is too small before any other rank begins to wait.
-
-        Raises:
-            BudgetError: the budget is too small for this rank's steps.
-        """
+        """Refuse a budget that is too small for this rank's steps, by a BudgetError, before any
+        other rank begins to wait."""
         rnn, part = self.rnn, self.cut(self.x, self.dim)[0].detach()
         if rnn.memory is None or not self.gradient or not part.shape[1 - self.dim]:
             return
@@ -84,11 +81,7 @@ class Crossing:
             rnn.fit(part, before if rnn.mode == "LSTM" else before[0])
 
     def run(self, x: Tensor, given: State) -> list[Piece]:
-        """Run forward, and send each piece's final state on.
-
-        Raises:
-            RankError: another rank does not answer.
-        """
+        """Run forward, and send each piece's final state on."""
         pieces = []
         for number, (part, before) in enumerate(self._parts(x, given)):
             with self._as_piece(number):
@@ -141,10 +134,7 @@ class Crossing:
 
 def cross(call: Crossing) -> tuple[Tensor, State | None]:
     """Run this rank's steps in the caller's graph; return their outputs, and the last rank's state.
-
-    Raises:
-        RankError: another rank does not answer.
-    """
+    RankError where another rank does not answer."""
     own = [p for p in call.rnn.parameters() if p.requires_grad]
     outputs, *state = _Node.apply(call, call.x, *call.state, *own)  # type: ignore[no-untyped-call]
     return outputs, tuple(state) or None
@@ -188,6 +178,7 @@ def _concatenated(parts: Iterable[Tensor], dim: int) -> Tensor:
     return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
 
 
+@dataclass
 class _Back:
     """The backward pass of one rank through its steps.
 
@@ -196,25 +187,19 @@ class _Back:
         begun: for each piece, the gradient of the state before the steps.
     """
 
-    def __init__(
-        self,
-        call: Crossing,
-        pieces: list[Piece],
-        dy: Gradient,
-        final: Sequence[Gradient],
-        own: list[Tensor],
-    ) -> None:
-        self.call, self.peers, self.pieces, self.own = call, call.peers, pieces, own
-        self.dy = dy
-        self.seeds = [None] * len(pieces) if dy is None else call.cut(dy, call.dim)
-        self.final = final
+    call: Crossing
+    pieces: list[Piece]
+    dy: Gradient
+    final: Sequence[Gradient]
+    own: list[Tensor]
+
+    def __post_init__(self) -> None:
+        call, dy = self.call, self.dy
+        self.peers = call.peers
+        self.seeds = [None] * len(self.pieces) if dy is None else call.cut(dy, call.dim)
 
     def go(self) -> list[Tensor]:
-        """Run the backward pass; return the sums of the parameters' gradients over the ranks.
-
-        Raises:
-            RankError: another rank does not answer.
-        """
+        """Run the backward pass; return the sums of the parameters' gradients over the ranks."""
         # With two ranks no matrix would be sent, and both ways do the same.
         tree = self.call.way == "tree" and self.peers.size > 2
         sums, differ = self._pass(self._by_tree if tree else self._by_line)

@@ -63,11 +63,7 @@ class Peers:
 
     @property
     def group(self) -> Any:
-        """The process group.
-
-        Raises:
-            RankError: it has been destroyed, or an earlier pass failed on this rank.
-        """
+        """The process group; RankError if it is destroyed, or an earlier pass failed here."""
         group = self._group()
         if group is None:
             raise RankError(

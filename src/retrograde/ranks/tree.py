@@ -7,49 +7,24 @@ are one range (:func:`joined`), and this product is associative.
 
 In the order of the scan the last rank is first: its element is a gradient. In round d the ranks
 are in blocks of 2ᵈ⁺¹; the last block may be shorter. The last rank of a block's first half sends
-its product to the last rank of the block. On the way down that rank knows the gradient that reaches
-the block. It sends this to the first half's last rank, and takes it through the product that it
-got. Each rank sends one matrix at most, and only on the way up.
+its product to the last rank of the block (:func:`retrograde.scan.blelloch.pairs`). On the way down
+that rank knows the gradient that reaches the block. It sends this to the first half's last rank,
+and takes it through the product that it got. Each rank sends one matrix at most, and only on the
+way up.
 
 Reference: Wang, *BPPSA: Scaling Back-propagation by Parallel Scan Algorithm*, 2020, algorithm 1,
 here for any number of ranks.
 """
 
-from collections.abc import Iterator
-
 from torch import Tensor
 
 from retrograde.ranks.peers import Peers
-
-
-def rounds(size: int) -> int:
-    """Return ⌈log₂ p⌉."""
-    return (size - 1).bit_length()
-
-
-def blocks(size: int, d: int) -> Iterator[tuple[int, int, int]]:
-    """Iterate over the blocks of round d that have two halves: their start, middle and end.
-
-    Example:
-        >>> list(blocks(7, 0)), list(blocks(7, 1))
-        ([(0, 1, 2), (2, 3, 4), (4, 5, 6)], [(0, 2, 4), (4, 6, 7)])
-    """
-    for start in range(0, size, 2 << d):
-        half = start + (1 << d)
-        if half < size:
-            yield start, half, min(start + (2 << d), size)
+from retrograde.scan.blelloch import pairs
 
 
 def joined(later: Tensor, earlier: Tensor) -> Tensor:
-    """Return two ranges as one: a gradient goes through the later steps, then the earlier ones.
-
-    Args:
-        later: (B, n + 1, n), or a gradient (B, 1, n).
-        earlier: (B, n + 1, n).
-
-    Returns:
-        The rows of both, of the shape of ``later``.
-    """
+    """Return two ranges as one, of the shape of ``later``: (B, n + 1, n), or a gradient (B, 1, n),
+    which goes through the later steps, then through the ``earlier`` ones (B, n + 1, n)."""
     rows = later @ earlier[:, :-1]
     rows[:, -1] += earlier[:, -1]
     return rows
@@ -61,38 +36,35 @@ def scan(rows: Tensor, peers: Peers) -> Tensor | None:
     Args:
         rows: this rank's steps (B, n + 1, n); on the last rank, the gradient of the state before
             its steps (B, 1, n). The first rank's are not multiplied, only their shape is read.
-        peers: the other ranks.
+        peers: the other ranks; RankError where one does not answer.
 
     Returns:
         The gradient; None on the last rank, where the caller gives it.
-
-    Raises:
-        RankError: another rank does not answer.
     """
-    size, end = peers.size, peers.size - 1
-    index, levels = end - peers.rank, rounds(peers.size)
+    end, index = peers.size - 1, peers.size - 1 - peers.rank
+    levels = end.bit_length()  # ⌈log₂ p⌉
     matrix = rows.new_empty(len(rows), rows.shape[-1] + 1, rows.shape[-1])
     firsts: dict[int, Tensor] = {}  # the product of a block's first half, by round
     for d in range(levels):
-        for start, half, stop in blocks(size, d):
-            if index == half - 1:
-                peers.send(rows, end - (stop - 1))
-            elif index == stop - 1:
-                like = matrix if start else matrix[:, :1]
-                firsts[d] = peers.receive(like, end - (half - 1))
-                if stop < size:  # else no rank reads it
+        for half, last in pairs(end, d):
+            if index == half:
+                peers.send(rows, end - last)
+            elif index == last:
+                like = matrix if half >= 2**d else matrix[:, :1]
+                firsts[d] = peers.receive(like, end - half)
+                if last < end:  # else no rank reads it
                     rows = joined(firsts[d], rows)
     reached: Tensor | None = None
     for d in reversed(range(levels)):
-        for start, half, stop in blocks(size, d):
-            if index == stop - 1:
+        for half, last in pairs(end, d):
+            if index == last:
                 first = firsts.pop(d)
                 if reached is None:  # the block begins with the last rank
                     reached = first
                 else:
-                    peers.send(reached, end - (half - 1))
+                    peers.send(reached, end - half)
                     reached = joined(reached, first)
-            elif index == half - 1 and start:
-                reached = peers.receive(matrix[:, :1], end - (stop - 1))
+            elif index == half and half >= 2**d:
+                reached = peers.receive(matrix[:, :1], end - last)
     peers.flush()
     return reached

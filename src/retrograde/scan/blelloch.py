@@ -95,8 +95,7 @@ def blelloch(
         [IDENTITY, 'a', 'ab', 'abc']
     """
     # All levels leave two blocks. The step between them is the top of the way down.
-    every = max(0, len(elements).bit_length() - 1)
-    return _sweep_levels(elements, _Levels(combine, report), every, "down-sweep")
+    return _sweep_levels(elements, _Levels(combine, report), len(elements), "down-sweep")
 
 
 def hybrid(
@@ -301,31 +300,23 @@ def _sweep_levels(elements: Sequence[Any], levels: _Levels, most: int, between: 
     array, last = list(elements), len(elements) - 1
     up, _ = blocks(last, most)
     for level in range(up):
-        _up(array, level, levels)
+        joined = list(pairs(last, level))
+        operands = [(array[left], array[right]) for left, right in joined]
+        for (_, right), product in zip(joined, levels.carry_out("up-sweep", operands), strict=True):
+            array[right] = product
     ends = [min(start + 2**up - 1, last) for start in range(0, last + 1, 2**up)]
     before = _in_turn([array[end] for end in ends], levels, between)
     for end, prefix in zip(ends, before, strict=True):
         array[end] = prefix
     for level in reversed(range(up)):
-        _down(array, level, levels)
+        joined = list(pairs(last, level))
+        # The prefix of the right block is that of the left block, then the left block. On the way
+        # up a[l] is the first operand; here it is the second, since a[r] has the common prefix.
+        operands = [(array[right], array[left]) for left, right in joined]
+        products = levels.carry_out("down-sweep", operands)
+        for (left, right), product in zip(joined, products, strict=True):
+            array[left], array[right] = array[right], product
     return array
-
-
-def _up(array: list[Any], level: int, levels: _Levels) -> None:
-    joined = list(pairs(len(array) - 1, level))
-    products = levels.carry_out("up-sweep", [(array[left], array[right]) for left, right in joined])
-    for (_, right), product in zip(joined, products, strict=True):
-        array[right] = product
-
-
-def _down(array: list[Any], level: int, levels: _Levels) -> None:
-    joined = list(pairs(len(array) - 1, level))
-    # The prefix of the right block is the prefix of the left block, then the left block. On the way
-    # up a[l] is the first operand; here it is the second, since a[r] holds the common prefix.
-    operands = [(array[right], array[left]) for left, right in joined]
-    products = levels.carry_out("down-sweep", operands)
-    for (left, right), product in zip(joined, products, strict=True):
-        array[left], array[right] = array[right], product
 
 
 def _in_turn(elements: Sequence[Any], levels: _Levels, phase: str) -> list[Any]:

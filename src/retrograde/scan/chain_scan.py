@@ -19,6 +19,7 @@ from retrograde.run.foreign import foreign_tensors
 from retrograde.run.transforms import besides_forward, refuse_transforms
 from retrograde.scan.blelloch import most_levels
 from retrograde.scan.sparse.arithmetic import sparse_kernels
+from retrograde.scan.sparse.composition import Path
 from retrograde.scan.sparse.feedforward import (
     Algorithm,
     LayerCall,
@@ -93,25 +94,21 @@ class ChainScan:
         refuse_transforms([x, *parameters], ["backward"])
         return _Scan.apply(self, layers, x, *parameters)  # type: ignore[no-untyped-call]
 
-    def choose(self, steps: Sequence[LayerCall], *, whole: bool) -> ScanChoice:
-        """Return the scan for a batch, cached by shape. ``whole``: whether the gradient of the
-        first layer's input is also wanted."""
-        x = steps[0].x
-        patterns = tuple(p.pattern for step in steps for p in step.path.pieces())
+    def choose(self, used: Sequence[LayerCall], y: Tensor) -> ScanChoice:
+        """Return the scan over the Jacobians of some calls, up to the output y, cached by shape."""
+        patterns = tuple(p.pattern for step in used for p in step.path.pieces())
         asked = self.algorithm, self.levels, self.memory
-        key = len(x), x.dtype, x.device, whole, asked, patterns
-        return self.choices.get(key, lambda: self._find(steps, whole))
+        key = y.shape, y.dtype, y.device, asked, patterns
+        return self.choices.get(key, lambda: self._find([step.path for step in used], y))
 
-    def _find(self, steps: Sequence[LayerCall], whole: bool) -> ScanChoice:
+    def _find(self, paths: Sequence[Path], y: Tensor) -> ScanChoice:
         """Compute the cost of each scan, and choose."""
-        x, y, algorithm = steps[0].x, steps[-1].y, self.algorithm
-        limit = room(self.memory, x.device)
-        paths = [step.path for step in (steps if whole else steps[1:])]
-        size = prod(y.shape[1:]), len(x), x.dtype.itemsize, limit
+        algorithm, limit = self.algorithm, room(self.memory, y.device)
+        size = prod(y.shape[1:]), len(y), y.dtype.itemsize, limit
         most = most_levels(len(paths) + 1)
         asked = {"auto": range(most + 1), "linear": [0], "blelloch": [0, most]}.get(algorithm)
         asked = asked or sorted({0, min(self.levels or 0, most)})
-        lists = sparse_kernels(x.device.type, x.dtype).name != "numba"
+        lists = sparse_kernels(y.device.type, y.dtype).name != "numba"
         found = [split_of(levels, paths, *size, lists=lists) for levels in asked]
         for path in paths:  # most of these products will not be used again
             for piece in path.pieces():
@@ -134,8 +131,8 @@ class ChainScan:
         """Return the choice for an input, on which the layers run."""
         _check_call(layers, x)
         with torch.enable_grad():
-            steps, whole = _needed(observe_steps(layers, x), x.requires_grad)
-        return self.choose(steps, whole=whole)
+            steps, used = _needed(observe_steps(layers, x), x.requires_grad)
+        return self.choose(used, steps[-1].y)
 
 
 def _why(best: Split, fitting: int) -> str:
@@ -154,8 +151,8 @@ class _Scan(torch.autograd.Function):
         with torch.enable_grad():
             steps = observe_steps(layers, x)
         _check_captured(steps, parameters)
-        ctx.steps, ctx.whole = _needed(steps, ctx.needs_input_grad[2])
-        ctx.choice = scan.choose(ctx.steps, whole=ctx.whole)
+        ctx.needed = _needed(steps, ctx.needs_input_grad[2])
+        ctx.choice = scan.choose(ctx.needed[1], steps[-1].y)
         ctx.parameters = parameters
         held = [t for layer in layers for t in (*layer.parameters(), *layer.buffers())]
         ctx.versions = [(t, t._version) for t in held]
@@ -177,29 +174,25 @@ class _Scan(torch.autograd.Function):
                 "between the forward pass and the backward pass: expected both passes with the "
                 "same weights; step the optimizer after backward()"
             )
-        steps = ctx.steps
-        if steps is None:
+        if ctx.needed is None:
             raise RetrogradeError(
                 "a Sequential with backward='scan' was backpropagated a second time, and its graph "
                 "was released after the first: expected one backward pass; give "
                 "retain_graph=True to the first one"
             )
+        steps, used = ctx.needed
         if not keeps_graph():
-            ctx.steps = None
-        gradients = _gradients(steps, dy, ctx.choice, whole=ctx.whole)
-        own = gradients[1:] if ctx.whole else gradients
-        found = _of_parameters(steps, own, ctx.parameters)
-        return (None, None, gradients[0] if ctx.whole else None, *found)
+            ctx.needed = None
+        gradients = _gradients(used, dy, ctx.choice)
+        found = _of_parameters(steps, gradients[-len(steps) :], ctx.parameters)
+        return (None, None, gradients[0] if ctx.needs_input_grad[2] else None, *found)
 
 
-def _gradients(
-    steps: Sequence[LayerCall], dy: Tensor, choice: ScanChoice, *, whole: bool
-) -> list[Tensor]:
+def _gradients(used: Sequence[LayerCall], dy: Tensor, choice: ScanChoice) -> list[Tensor]:
     if choice.jacobians:
-        chosen = choice.chosen
-        return scan_gradients(steps, dy, chosen.levels, chosen.samples, whole=whole)
+        return scan_gradients(used, dy, choice.chosen.levels, choice.chosen.samples)
     gradients = [dy]
-    for step in reversed(steps if whole else steps[1:]):
+    for step in reversed(used):
         gradients += torch.autograd.grad(step.y, step.x, gradients[-1], retain_graph=True)
     return gradients[::-1]
 
@@ -222,12 +215,13 @@ def _of_parameters(
     return list(found)
 
 
-def _needed(steps: list[LayerCall], input_wanted: bool) -> tuple[list[LayerCall], bool]:
-    """Return the steps from the first one whose output needs a gradient."""
-    if input_wanted:
-        return steps, True
+def _needed(steps: list[LayerCall], input_wanted: bool) -> tuple[list[LayerCall], list[LayerCall]]:
+    """Return the steps whose output needs a gradient, and those whose input needs one."""
     trained = [any(p.requires_grad for p in step.layer.parameters()) for step in steps]
-    return (steps[trained.index(True) :], False) if any(trained) else (steps, True)
+    if input_wanted or not any(trained):
+        return steps, steps
+    first = trained.index(True)
+    return steps[first:], steps[first + 1 :]
 
 
 def _check_call(layers: Sequence[nn.Module], input: object) -> None:

@@ -60,6 +60,21 @@ UNREAD: Final = _Symbol.UNREAD
 Identity = Literal[_Symbol.IDENTITY]
 
 
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """The type's name and the shape of an element; the shape is empty if it has none."""
+
+    kind: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, element: object) -> "Operand":
+        return cls(type(element).__name__, tuple(getattr(element, "shape", ())))
+
+    def __str__(self) -> str:
+        return f"{self.kind} {'×'.join(map(str, self.shape))}".rstrip()
+
+
 def combine(a: Any, b: Any) -> Any:
     """Return the operator of the scan, a ⊙ b = b·a (W20, section 3.1).
 
@@ -97,28 +112,40 @@ def flops(a: object, b: object) -> int:
 
 def check_product(left: Any, right: Any) -> Shape:
     """Return the batch of left·right: left is (…, m, k), right is (…, k, n) or a vector (…, k).
-
-    Raises:
-        ScanError: the inner sizes differ, or the batches do not broadcast.
-
-    Example:
-        >>> import torch
-        >>> check_product(Dense(torch.ones(4, 1, 3, 5)), Vector(torch.ones(7, 5)))
-        (4, 7)
-    """
+    ScanError if the inner sizes differ, or the batches do not broadcast."""
     dimensions = 1 if isinstance(right, Vector) else 2
     columns, rows = left.shape[-1], right.shape[-dimensions]
     if columns != rows:
         raise ScanError(
-            f"{_name(left)} cannot be applied to {_name(right)}: expected {columns} rows, not "
-            f"{rows}; give transposed Jacobians, (…, inputs, outputs) of the step, the last "
-            "step's first"
+            f"{Operand.of(left)} cannot be applied to {Operand.of(right)}: expected {columns} "
+            f"rows, not {rows}; give transposed Jacobians, (…, inputs, outputs) of the step, the "
+            "last step's first"
         )
     return _broadcast(left, right, left.shape[:-2], right.shape[:-dimensions])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Vector:
+class _OfTensor:
+    """An element that is one tensor, whose leading dimensions are a batch."""
+
+    data: "Tensor"
+
+    def __post_init__(self) -> None:
+        least, expected = (2, "(…, m, k)") if isinstance(self, Dense) else (1, "(…, n)")
+        if self.data.ndim < least:
+            raise ScanError(
+                f"{type(self).__name__} was given a tensor of shape {tuple(self.data.shape)}: "
+                f"expected {expected}; add the missing dimension"
+            )
+
+    @property
+    def shape(self) -> Shape:
+        """The shape of the matrix or of the vector, with its batch."""
+        return tuple(self.data.shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Vector(_OfTensor):
     """A gradient, of data (…, n). It is the first element of the array.
 
     Example:
@@ -127,34 +154,24 @@ class Vector:
         (16, 5)
     """
 
-    data: "Tensor"
-
-    def __post_init__(self) -> None:
-        _check_dimensions(self, 1, "(…, n)")
-
-    @property
-    def shape(self) -> Shape:
-        """(…, n)."""
-        return tuple(self.data.shape)
-
     def __add__(self, other: "Vector") -> "Vector":
         if self.shape[-1] != other.shape[-1]:
             raise ScanError(
-                f"{_name(self)} cannot be added to {_name(other)}: expected a loss term of the "
-                "size of the step's gradient"
+                f"{Operand.of(self)} cannot be added to {Operand.of(other)}: expected a loss term "
+                "of the size of the step's gradient"
             )
         _broadcast(self, other, self.shape[:-1], other.shape[:-1])
         return Vector(self.data + other.data)
 
     def __matmul__(self, other: object) -> Any:
         raise ScanError(
-            f"{_name(self)} cannot be applied to {_name(other)}: expected the only Vector at the "
-            "first position, and operators after it"
+            f"{Operand.of(self)} cannot be applied to {Operand.of(other)}: expected the only "
+            "Vector at the first position, and operators after it"
         )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Dense:
+class Dense(_OfTensor):
     """A transposed Jacobian, of data (…, m, k), from gradients of size k to gradients of size m.
 
     Example:
@@ -162,16 +179,6 @@ class Dense:
         >>> (Dense(torch.ones(3, 5)) @ Dense(torch.ones(16, 5, 2))).shape
         (16, 3, 2)
     """
-
-    data: "Tensor"
-
-    def __post_init__(self) -> None:
-        _check_dimensions(self, 2, "(…, m, k)")
-
-    @property
-    def shape(self) -> Shape:
-        """(…, m, k)."""
-        return tuple(self.data.shape)
 
     def __matmul__(self, other: object) -> Any:
         if not isinstance(other, _TENSORS):
@@ -191,7 +198,7 @@ class Dense:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Diagonal:
+class Diagonal(_OfTensor):
     """The transposed Jacobian of an elementwise step: its diagonal, of data (…, n).
 
     Example:
@@ -199,11 +206,6 @@ class Diagonal:
         >>> (Diagonal(torch.ones(16, 5)) @ Diagonal(torch.ones(5))).shape
         (16, 5, 5)
     """
-
-    data: "Tensor"
-
-    def __post_init__(self) -> None:
-        _check_dimensions(self, 1, "(…, n)")
 
     @property
     def shape(self) -> Shape:
@@ -258,8 +260,8 @@ class Affine:
     def __post_init__(self) -> None:
         if self.shape[-2:-1] != self.offset.shape[-1:]:
             raise ScanError(
-                f"{_name(self.jacobian)} and the loss term {_name(self.offset)} were given for one "
-                "step: expected both of the size of its input"
+                f"{Operand.of(self.jacobian)} and the loss term {Operand.of(self.offset)} were "
+                "given for one step: expected both of the size of its input"
             )
 
     @property
@@ -295,20 +297,6 @@ class Affine:
         return flops(self.jacobian, other) + flops(self.offset, other)
 
 
-def _name(element: object) -> str:
-    """Return a name such as ``Dense 3×5``."""
-    shape = "×".join(map(str, getattr(element, "shape", ())))
-    return f"{type(element).__name__} {shape}".rstrip()
-
-
-def _check_dimensions(element: Vector | Dense | Diagonal, least: int, expected: str) -> None:
-    if element.data.ndim < least:
-        raise ScanError(
-            f"{type(element).__name__} was given a tensor of shape {tuple(element.data.shape)}: "
-            f"expected {expected}; add the missing dimension"
-        )
-
-
 def _broadcast(left: object, right: object, one: Shape, other: Shape) -> Shape:
     # A shortcut for equal batches, since this runs for every product.
     if one == other or not other:
@@ -317,6 +305,6 @@ def _broadcast(left: object, right: object, one: Shape, other: Shape) -> Shape:
         return np.broadcast_shapes(one, other)
     except ValueError:
         raise ScanError(
-            f"{_name(left)} and {_name(right)} have the batches {one} and {other}: expected "
-            "leading dimensions that broadcast"
+            f"{Operand.of(left)} and {Operand.of(right)} have the batches {one} and {other}: "
+            "expected leading dimensions that broadcast"
         ) from None

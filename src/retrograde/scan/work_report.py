@@ -12,34 +12,13 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from retrograde.scan.elements import IDENTITY, UNREAD, flops
+from retrograde.scan.elements import IDENTITY, UNREAD, Operand, flops
 from retrograde.units import aligned
 
 
 @dataclass(frozen=True, slots=True)
-class Operand:
-    """The type's name and the shape of an element; the shape is empty if it has none.
-
-    Example:
-        >>> print(Operand("Dense", (3, 5)))
-        Dense 3×5
-    """
-
-    kind: str
-    shape: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"{self.kind} {'×'.join(map(str, self.shape))}".rstrip()
-
-
-@dataclass(frozen=True, slots=True)
 class Product:
-    """One use of the operator, a ⊙ b = b·a, and its floating-point operations.
-
-    Example:
-        >>> print(Product(Operand("Vector", (5,)), Operand("Dense", (3, 5)), 30))
-        Dense 3×5 · Vector 5
-    """
+    """One use of the operator, a ⊙ b = b·a, and its floating-point operations."""
 
     a: Operand
     b: Operand
@@ -51,13 +30,8 @@ class Product:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A set of independent products.
-
-    Args:
-        phase: the phase of the algorithm, such as ``"up-sweep"``.
-        products: the products.
-        moves: how many operands met ``IDENTITY`` and were only moved.
-    """
+    """A set of independent products, in a phase of the algorithm such as ``"up-sweep"``. ``moves``
+    counts the operands that met ``IDENTITY`` and were only moved."""
 
     phase: str
     products: tuple[Product, ...]
@@ -101,7 +75,7 @@ class Report:
         """Add one level: the operands (a, b) of every a ⊙ b, before they are combined."""
         read = [(a, b) for a, b in pairs if b is not UNREAD]
         real = [(a, b) for a, b in read if a is not IDENTITY and b is not IDENTITY]
-        products = tuple(Product(_operand(a), _operand(b), self._cost(a, b)) for a, b in real)
+        products = tuple(Product(Operand.of(a), Operand.of(b), self._cost(a, b)) for a, b in real)
         self.levels.append(Level(self._within + phase, products, len(read) - len(real)))
 
     def part(self, phase: str) -> "Report":
@@ -134,18 +108,11 @@ class Report:
             ("phase", "levels", "products", "moves", "FLOPs", "critical", "what")
         ]
         for level, same in groupby(self.levels):
-            rows.append(_row(level.phase, list(same), _summary(level)))
+            counts = Counter(map(str, level.products))
+            what = ", ".join(f"{count} × {product}" for product, count in counts.items())
+            rows.append(_row(level.phase, list(same), what))
         rows.append(_row("all", self.levels, ""))
         return aligned(rows, left=(0, 6))
-
-
-def _operand(element: object) -> Operand:
-    return Operand(type(element).__name__, tuple(getattr(element, "shape", ())))
-
-
-def _summary(level: Level) -> str:
-    counts = Counter(map(str, level.products))
-    return ", ".join(f"{count} × {product}" for product, count in counts.items())
 
 
 def _row(phase: str, levels: Sequence[Level], what: str) -> tuple[str, ...]:

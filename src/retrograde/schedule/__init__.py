@@ -6,8 +6,7 @@ Standard library and numpy only.
 from retrograde.schedule.account import Units
 from retrograde.schedule.actions import Action, Advance, Backward, Free, Load, Record, Store, Verb
 from retrograde.schedule.chain import Chain
-from retrograde.schedule.merge import merge
-from retrograde.schedule.schedule import Schedule
+from retrograde.schedule.schedule import Schedule, merge
 from retrograde.schedule.simulate import Replay, simulate
 
 __all__ = [

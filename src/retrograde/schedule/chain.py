@@ -103,13 +103,12 @@ class Chain:
             object.__setattr__(self, name, tuple(_entry(name, k, v) for k, v in enumerate(column)))
         for name in ("input_bytes", "overhead_bytes"):
             object.__setattr__(self, name, _entry(name, None, getattr(self, name)))
-        for k, (whole, output) in enumerate(
-            zip(self.internal_bytes, self.output_bytes, strict=True)
-        ):
-            if whole < output:
+        for k, more in enumerate(self.tape_bytes):
+            if more < 0:
                 raise ScheduleError(
-                    f"internal_bytes[{k}] is {whole} and output_bytes[{k}] is {output}: expected "
-                    "at least as many, since an internal state is counted with its output"
+                    f"internal_bytes[{k}] is {self.internal_bytes[k]} and output_bytes[{k}] is "
+                    f"{self.output_bytes[k]}: expected at least as many, since an internal state "
+                    "is counted with its output"
                 )
 
     def __len__(self) -> int:
@@ -142,35 +141,27 @@ class Chain:
 
     @classmethod
     def from_json(cls, text: str) -> "Chain":
-        """Read what :meth:`to_json` wrote.
-
-        Raises:
-            ScheduleError: the text is malformed; the message says where.
-        """
+        """Read what :meth:`to_json` wrote; ScheduleError says where it is malformed."""
         try:
             return cls(**read("chain", text, [field.name for field in fields(cls)]))
         except TypeError as error:
             fail("chain", error)
 
     def __str__(self) -> str:
-        rows = [("layer", "forward", "backward", "output", "internal", "transient")]
-        for k, name in enumerate(self.names):
-            transient = max(
-                self.forward_transient_bytes[k],
-                self.record_transient_bytes[k],
-                self.backward_transient_bytes[k],
-            )
-            rows.append(
-                (
-                    name,
-                    f"{1e3 * self.forward_seconds[k]:.3g} ms",
-                    f"{1e3 * self.backward_seconds[k]:.3g} ms",
-                    format_bytes(self.output_bytes[k]),
-                    format_bytes(self.internal_bytes[k]),
-                    format_bytes(transient),
-                )
-            )
-        return aligned(rows)
+        seconds = self.forward_seconds, self.backward_seconds
+        transients = (
+            self.forward_transient_bytes,
+            self.record_transient_bytes,
+            self.backward_transient_bytes,
+        )
+        sizes = self.output_bytes, self.internal_bytes, map(max, *transients)
+        columns = [
+            self.names,
+            *([f"{1e3 * one:.3g} ms" for one in column] for column in seconds),
+            *(map(format_bytes, column) for column in sizes),
+        ]
+        head = "layer", "forward", "backward", "output", "internal", "transient"
+        return aligned([head, *zip(*columns, strict=True)])
 
 
 def _entry(name: str, k: int | None, value: object) -> Any:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from math import inf
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,10 +25,10 @@ from retrograde.schedule.account import Units
 from retrograde.schedule.actions import Action, Code, Verb, decode, encode, of_word, to_word
 from retrograde.schedule.chain import Chain
 from retrograde.schedule.json_text import check_keys, fail, read, write
-from retrograde.schedule.simulate import simulate
+from retrograde.schedule.simulate import Replay, simulate
 
-if TYPE_CHECKING:
-    from retrograde.schedule.simulate import Replay
+_Verbs = NDArray[np.uint8]
+_Places = NDArray[np.int64]
 
 _KEYS = ("length", "policy", "memory", "units", "actions")
 _SHOWN = 60  # actions that str() shows of a long schedule, at each end
@@ -96,12 +96,8 @@ class Schedule:
     ) -> "Schedule":
         """Make a schedule from actions in the order of their execution, without a replay.
 
-        Args:
-            actions: positions that do not fit 64 bits raise ScheduleError.
-            length: steps.
-            policy: a name.
-            memory: slots, or None.
-            units: the units of the peak; ``Units()`` by default.
+        The others are those of :class:`Schedule`; ``units`` is ``Units()`` by default. Positions
+        that do not fit 64 bits raise ScheduleError.
 
         Example:
             >>> from retrograde.schedule import Store
@@ -130,7 +126,7 @@ class Schedule:
         return cls(length, policy, memory, units or Units(), kind, start, stop)
 
     @cached_property
-    def _replay(self) -> "Replay":
+    def _replay(self) -> Replay:
         return simulate(self)
 
     @property
@@ -146,18 +142,13 @@ class Schedule:
     @property
     def seconds(self) -> float | None:
         """Seconds of one iteration, where ``units`` is a chain; None for steps without a time.
-
-        Raises:
-            ScheduleError: the schedule is not legal.
-        """
+        ScheduleError if not legal."""
         return float(self._replay.clock[-1]) if isinstance(self.units, Chain) else None
 
     @property
     def gap(self) -> float | None:
-        """How far the cost, or a chain's seconds, is above ``bound``, as a share of it.
-
-        0.0 is optimal; None where there is no bound.
-        """
+        """How far the cost, or a chain's seconds, is above ``bound``, as a share of it; 0.0 is
+        optimal. None where there is no bound."""
         if self.bound is None:
             return None
         spent = self.cost if self.seconds is None else self.seconds
@@ -197,11 +188,8 @@ class Schedule:
 
     @staticmethod
     def from_json(text: str) -> "Schedule":
-        """Read the text of :meth:`to_json`, without a replay.
-
-        Raises:
-            ScheduleError: the text is malformed; the message says where.
-        """
+        """Read what :meth:`to_json` wrote, without a replay; ScheduleError says where it is
+        malformed."""
         parts = read("schedule", text, _KEYS, ["bound"])
 
         def need(name: str, is_right: bool, expected: str) -> None:
@@ -235,11 +223,10 @@ class Schedule:
     def __getitem__(self, index: slice) -> tuple[Action, ...]: ...
 
     def __getitem__(self, index: int | slice) -> Action | tuple[Action, ...]:
-        kind, start, stop = self.kind[index], self.start[index], self.stop[index]
+        kind, start, stop = (part[index].tolist() for part in (self.kind, self.start, self.stop))
         if isinstance(index, slice):
-            parts = zip(kind.tolist(), start.tolist(), stop.tolist(), strict=True)
-            return tuple(decode(*code) for code in parts)
-        return decode(int(kind), int(start), int(stop))
+            return tuple(map(decode, kind, start, stop))
+        return decode(kind, start, stop)
 
     def _key(self) -> tuple[Any, ...]:
         arrays = (self.kind.tobytes(), self.start.tobytes(), self.stop.tobytes())
@@ -286,6 +273,38 @@ def _code(index: int, word: str) -> Code:
         expected = "such as 'A0:5', 'S5', 'R5:6', 'L0', 'F5', 'B5:6'"
         fail("schedule", f"action {index} is {word!r}: expected {expected}")
     return code
+
+
+def merge(schedule: Schedule) -> Schedule:
+    """Join adjacent ranges of one verb: a range is one call of a fused kernel, however many steps
+    it has. The same steps run and the same states are held, so cost and peak do not change.
+
+    >>> from retrograde.schedule import Advance, Store
+    >>> steps = Schedule.from_actions([Store(0), Advance(0, 1), Advance(1, 3)], length=3)
+    >>> print(merge(steps))
+    store 0, advance 0→3
+    """
+    kind, start, stop = merged(schedule.kind, schedule.start, schedule.stop)
+    return replace(schedule, kind=kind, start=start, stop=stop)
+
+
+def merged(kind: _Verbs, start: _Places, stop: _Places) -> tuple[_Verbs, _Places, _Places]:
+    """As :func:`merge`, for the arrays of a schedule. Ranges are joined wherever one begins where
+    the other ends. A state that is freed and at once stored again stays."""
+    if not len(kind):
+        return kind, start, stop
+    again = (kind[:-1] == Verb.FREE) & (kind[1:] == Verb.STORE) & (start[:-1] == start[1:])
+    kept = ~(np.append(again, False) | np.append(False, again))
+    kind, start, stop = kind[kept], start[kept], stop[kept]
+    onward = ((kind[1:] == Verb.ADVANCE) | (kind[1:] == Verb.RECORD)) & (start[1:] == stop[:-1])
+    downward = (kind[1:] == Verb.BACKWARD) & (stop[1:] == start[:-1])
+    joins = (kind[1:] == kind[:-1]) & (onward | downward)
+    first = np.flatnonzero(np.concatenate(([True], ~joins)))
+    last = np.concatenate((first[1:] - 1, [len(kind) - 1]))
+    kind = kind[first]
+    down = kind == Verb.BACKWARD
+    start, stop = np.where(down, start[last], start[first]), np.where(down, stop[first], stop[last])
+    return kind, start, stop
 
 
 def forward_ranges(schedule: Schedule) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

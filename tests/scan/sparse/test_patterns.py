@@ -68,7 +68,8 @@ def test_numbers_of_entries_are_combined_in_the_order_of_the_rows(left, right):
         one[dense(a)], other[dense(b)] = x, y
         numbers[which] = np.kron(one, other)
     present = kron(dense(a), dense(b))
-    found = combined((a.indptr, of_a), (b.indptr, of_b), 1000)
+    ends, found = combined((a.indptr, of_a), (b.indptr, of_b), 1000)
+    assert np.array_equal(np.diff(ends), present.sum(1))
     assert np.array_equal(found, numbers[0][present] * 1000 + numbers[1][present])
 
 

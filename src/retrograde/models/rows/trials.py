@@ -25,7 +25,7 @@ from retrograde.models.rows.arguments import (
 from retrograde.models.rows.checks import Noted, Reruns
 from retrograde.models.rows.rerun import Recomputable, is_free
 from retrograde.models.rows.rest_of_model import FILLS, filling
-from retrograde.replay.fingerprints import Fingerprint, fingerprints
+from retrograde.replay.fingerprints import fingerprints
 from retrograde.replay.referents import MODULE_TABLES
 from retrograde.replay.surroundings import Surroundings, try_out, version
 from retrograde.run.core import hooked
@@ -62,7 +62,7 @@ def _tried(
     tensors = tensors_in(given.leaves)
     versions = [version(t) for t in tensors]
     saved: list[ref[Tensor]] = []
-    reruns, bytes_made = Reruns(counts=False), ResultBytes()
+    reruns, bytes_made, prints = Reruns(counts=False), ResultBytes(), list[Any]()
 
     def call() -> Any:
         args, kwargs, entered = RerunArguments(given).enter(given.leaves)
@@ -77,6 +77,7 @@ def _tried(
         with filling(fill), saved_tensors_hooks(pack, lambda t: t), bytes_made:
             result = forward(*args, **kwargs)
         noted.settle()
+        prints.append((noted.prints, fingerprints(tensors_in(result))))
         return result
 
     device = device_of(*tensors)
@@ -86,7 +87,7 @@ def _tried(
     kept = [slot for slot in kept if slot.key not in _computed_names(slot.holder)]
     left_bytes = surroundings.left_bytes + sum(surroundings.left.get(slot, 0) for slot in kept)
     surroundings = replace(surroundings, left_bytes=left_bytes)
-    if kept and _reads_what_it_left(call, surroundings, fingerprints(tensors_in(result))):
+    if kept and _reads_what_it_left(call, surroundings, prints):
         surroundings = replace(surroundings, moving=(*surroundings.moving, *kept))
     outputs = tensors_in(result)
     if any(t.layout is not torch.strided for t in (*tensors, *outputs)):
@@ -114,21 +115,22 @@ def _tried(
 
 
 def _reads_what_it_left(
-    call: Callable[[], Any], surroundings: Surroundings, then: tuple[Fingerprint, ...]
+    call: Callable[[], object], surroundings: Surroundings, prints: list[Any]
 ) -> bool:
-    """Return whether a call gives other results if one before it left something in attributes."""
+    """Return whether a call computes something else if one before it left something in attributes.
+    Each call appends the fingerprints of what it computes to ``prints``."""
     begun = surroundings.capture()
 
-    def twice() -> Any:
+    def again() -> None:
         call()
         surroundings.restore(begun)
-        return call()
+        call()
 
     try:
-        result, *_ = try_out(twice, surroundings.found.made_of, surroundings.device)
+        try_out(again, surroundings.found.made_of, surroundings.device)
     except Exception:
         return True
-    return fingerprints(tensors_in(result)) != then
+    return bool(prints[-1] != prints[0])
 
 
 class Leave(torch.autograd.Function):

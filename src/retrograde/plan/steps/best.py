@@ -36,7 +36,7 @@ def best_schedule(length: int, memory: int, units: Units, policy: str) -> Schedu
     """Return the cheapest schedule of ``"msm"`` or ``"best"``, in the longest ranges. ``memory`` is
     in the unit of the sizes. ScheduleError where ``"msm"`` needs too large a table."""
     segments, held = Segments(), True
-    if memory >= _enough(length, units):
+    if memory >= enough_for(length, units):
         root, bound = segments.add(0, length), length
     elif form := closed_form(memory, units, policy):
         root, bound = form.schedule(length, segments), form.cost(length)
@@ -54,7 +54,7 @@ def best_schedule(length: int, memory: int, units: Units, policy: str) -> Schedu
 
 def best_cost(length: int, memory: int, units: Units, policy: str) -> int:
     """Return the cost of :func:`best_schedule`."""
-    if memory >= _enough(length, units):
+    if memory >= enough_for(length, units):
         return length
     if form := closed_form(memory, units, policy):
         return form.cost(length)
@@ -63,19 +63,18 @@ def best_cost(length: int, memory: int, units: Units, policy: str) -> int:
     return best_schedule(length, memory, units, policy).cost
 
 
-def best_costs(lengths: _Ints, memories: _Ints, units: Units, policy: str) -> _Ints:
-    """As :func:`best_cost` without a closed form, for arrays of one shape."""
+def tabled_costs(lengths: _Ints, memories: _Ints, units: Units, policy: str) -> _Ints | None:
+    """As :func:`best_cost`, for arrays of one shape and a state of 1; None if the table for all of
+    them would be too large."""
     longest = int(lengths.max())
-    most = min(int(memories.max()), _enough(longest, units))
-    if table := _table(longest, most, units, policy):
-        return np.asarray(table.cost(lengths, np.minimum(memories, most)), np.int64)
-    costs = np.empty(lengths.shape, np.int64)
-    for index, length in np.ndenumerate(lengths):
-        costs[index] = best_cost(int(length), int(memories[index]), units, policy)
-    return costs
+    most = min(int(memories.max()), enough_for(longest, units))
+    table = _table(longest, most, units, policy)
+    if table is None:
+        return None
+    return np.asarray(table.cost(lengths, np.minimum(memories, most)), np.int64)
 
 
-def _enough(length: int, units: Units) -> int:
+def enough_for(length: int, units: Units) -> int:
     """Return the memory in which every step is recorded (less than G16 says: erratum 5)."""
     return units.state + units.beta * (length - 1)
 

@@ -53,7 +53,7 @@ class Blocks:
     def schedule(self, segments: Segments, root: int, units: Units) -> Schedule:
         """Return a schedule of blocks as one of steps. An advance is divided into chunks and a
         record or a backward into blocks, for each is a call."""
-        kind, starts, stops = segments.actions(root, self.count)
+        kind, starts, stops = segments.actions(segments.add(0, 0, root), self.count)
         bounds = self.length - self.steps * np.arange(self.count, -1, -1)
         bounds[0] = 0
         advances, backward = kind == Verb.ADVANCE, kind == Verb.BACKWARD

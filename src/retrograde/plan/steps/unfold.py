@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from retrograde.errors import ScheduleError
 from retrograde.schedule import Chain, Schedule, Units, Verb
-from retrograde.schedule.merge import merged
+from retrograde.schedule.schedule import merged
 from retrograde.units import format_bytes
 
 INTERPRETED = 20_000
@@ -121,19 +121,17 @@ class Segments:
             root = self._rows[root][3]
         return found
 
-    def actions(
-        self, root: int, length: int, *, held: bool = True
-    ) -> tuple[_Verbs, _Places, _Places]:
-        """Write out a segment: the verbs and positions of its actions, with ranges not yet merged.
-        If ``held``, they are between ``Store(0)`` and ``Free(0)``."""
-        size = self.total(root, _actions) + 2 * held
+    def actions(self, root: int, length: int) -> tuple[_Verbs, _Places, _Places]:
+        """Write out a segment: the verbs and positions of its actions, with ranges not yet
+        merged."""
+        size = self.total(root, _actions)
         check_size(length, size)
         kind = np.empty(size, np.uint8)
         start, stop = np.empty(size, np.int64), np.empty(size, np.int64)
         if size > INTERPRETED:
-            compiled(_unfold)(np.array(self._rows, np.int64), root, held, kind, start, stop)
+            compiled(_unfold)(np.array(self._rows, np.int64), root, kind, start, stop)
         else:
-            _unfold(self._rows, root, held, kind, start, stop)
+            _unfold(self._rows, root, kind, start, stop)
         return kind, start, stop
 
     def schedule(
@@ -147,9 +145,11 @@ class Segments:
         bound: int | float | None = None,
         held: bool = True,
     ) -> Schedule:
-        """Return a segment as a schedule, in the longest ranges; ``held`` is that of
-        :meth:`actions`, and the others are those of :class:`~retrograde.schedule.Schedule`."""
-        actions = merged(*self.actions(root, length, held=held))
+        """Return a segment as a schedule, in the longest ranges. If ``held``, it is between
+        ``Store(0)`` and ``Free(0)``. The others are those of
+        :class:`~retrograde.schedule.Schedule`."""
+        root = self.add(0, 0, root) if held else root
+        actions = merged(*self.actions(root, length))
         return Schedule(length, policy, memory, units or Units(), *actions, bound)
 
 
@@ -166,14 +166,12 @@ def store_all(length: int, units: Units | Chain | None = None) -> Schedule:
     )
 
 
-def _unfold(rows: Any, root: int, held: bool, kind: _Verbs, start: _Places, stop: _Places) -> None:
+def _unfold(rows: Any, root: int, kind: _Verbs, start: _Places, stop: _Places) -> None:
     """Write out the actions; a stack holds what is still to be written: a segment, or one
     action."""
     at = 0
     # A verb (−1 for a segment), its first position (the segment), and its second (the base).
     stack = [(-1, root, 0)]
-    if held:
-        stack = [(_FREE, 0, 0), (-1, root, 0), (_STORE, 0, 0)]
     while len(stack) > 0:
         verb, first, second = stack.pop()
         if verb >= 0:

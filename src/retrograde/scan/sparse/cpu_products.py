@@ -6,6 +6,9 @@ The samples of an entry are adjacent, so one look at the indices serves eight sa
 instruction.
 """
 
+import ctypes
+import functools
+import mmap
 from itertools import pairwise
 from typing import Any
 
@@ -16,13 +19,14 @@ from torch import Tensor
 
 from retrograde.kernels.cpu.llvm.threads import Range, share
 from retrograde.scan.sparse import cpu_loops as loops
-from retrograde.scan.sparse.pages import in_large_pages
 from retrograde.scan.sparse.pattern import Pattern
 
 _Reals = NDArray[np.floating[Any]]
 _PIECES = 8  # pieces for each thread, so that uneven rows leave no thread idle
 _LEAST_WORK = 2**24  # multiplications; with fewer, waking another thread (some ms) does not pay
 _NONE = np.empty(0, np.int32)
+_LARGE = 2**22  # bytes above which numpy asks for large pages; torch's allocator never does
+_HUGE = getattr(mmap, "MADV_HUGEPAGE", 14)
 
 
 def multiply(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tensor:
@@ -76,7 +80,7 @@ def apply(pattern: Pattern, values: Tensor, x: Tensor) -> Tensor:
 
 def take(weights: Tensor, pattern: Any) -> Tensor:
     """As :func:`retrograde.scan.sparse.arithmetic.take`."""
-    found = in_large_pages(weights.new_empty(pattern.nnz))
+    found = _in_large_pages(weights.new_empty(pattern.nnz))
     x, out, places = weights.numpy(), found.numpy(), pattern.sources
     pieces = _pieces(pattern.nnz, pattern.nnz)
     share(loops.take, pieces, x, places, out)
@@ -100,10 +104,10 @@ def _room(size: int, a: Tensor, b: Tensor, *, one_by_one: bool = False) -> tuple
     """Return the number of samples, and an empty result for them, or for values that all share."""
     samples = max((len(x) for x in (a, b) if x.ndim == 2), default=0)
     if not samples:
-        return 1, in_large_pages(a.new_empty(size))
+        return 1, _in_large_pages(a.new_empty(size))
     if one_by_one:
-        return samples, in_large_pages(a.new_empty(samples, size))
-    return samples, in_large_pages(a.new_empty(size, samples)).T
+        return samples, _in_large_pages(a.new_empty(samples, size))
+    return samples, _in_large_pages(a.new_empty(size, samples)).T
 
 
 def _side_by_side(values: Tensor) -> tuple[_Reals, int]:
@@ -120,3 +124,25 @@ def _pieces(rows: int, work: int) -> list[Range]:
     count = max(1, min(rows // 4, _PIECES * torch.get_num_threads()))
     bounds = np.linspace(0, rows, count + 1).astype(int).tolist()
     return list(pairwise(bounds))
+
+
+def _in_large_pages(fresh: Tensor) -> Tensor:
+    """Ask for large pages behind a contiguous tensor not yet written; return the tensor. In pages
+    of 4 KiB, the system takes longer to provide the memory than a product takes to fill it."""
+    advise = _advise() if fresh.nbytes >= _LARGE else None
+    if advise is not None:
+        start = -(-fresh.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = (fresh.data_ptr() + fresh.nbytes - start) // mmap.PAGESIZE * mmap.PAGESIZE
+        advise(start, size, _HUGE)
+    return fresh
+
+
+@functools.cache
+def _advise() -> Any:
+    """Return the C library's ``madvise``, or None."""
+    try:
+        function = ctypes.CDLL(None, use_errno=True).madvise
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return function

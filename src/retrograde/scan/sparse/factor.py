@@ -112,37 +112,30 @@ def from_arrays(indptr: Integers, indices: Integers, shape: tuple[int, int]) -> 
     return Factor(rows, columns, "sparse", (indptr.astype(np.int32), indices.astype(np.int32)))
 
 
+def windows(reads: Integers, size: int) -> tuple[Factor, Ints]:
+    """Return the factor, inputs × outputs, in which output o reads the inputs ``reads[o, k]``, and
+    the k of each entry. What is not within 0 … size − 1 is padding, and no entry."""
+    o, k = np.nonzero((reads >= 0) & (reads < size))
+    rows = reads[o, k]
+    order = np.lexsort((o, rows))
+    factor = from_pairs(rows[order], o[order], (size, len(reads)))
+    return factor, k[order].astype(np.int32)
+
+
 def band(
     size: int, outputs: int, kernel: int, stride: int, before: int, dilation: int
 ) -> tuple[Factor, Ints]:
-    """Return the windows in which output o reads the inputs o·stride − before + k·dilation. 0 ≤ k <
-    kernel. The results are the factor, inputs × outputs, and the position k of each entry; padding
-    is no entry."""
-    o, k = np.meshgrid(np.arange(outputs), np.arange(kernel), indexing="ij")
-    read = o * stride - before + k * dilation
-    inside = (read >= 0) & (read < size)
-    return _sorted(read[inside], o[inside], k[inside], (size, outputs))
+    """Return the :func:`windows` in which output o reads the inputs o·stride − before + k·dilation,
+    0 ≤ k < kernel."""
+    starts = stride * np.arange(outputs) - before
+    return windows(starts[:, None] + dilation * np.arange(kernel), size)
 
 
 def adaptive(size: int, outputs: int) -> Factor:
     """Return the windows of adaptive pooling: [⌊o·size/outputs⌋, ⌈(o+1)·size/outputs⌉)."""
-    o, i = np.meshgrid(np.arange(outputs), np.arange(size), indexing="ij")
+    o, i = np.arange(outputs)[:, None], np.arange(size)
     inside = (i >= o * size // outputs) & (i < -(-(o + 1) * size // outputs))
-    return _sorted(i[inside], o[inside], o[inside], (size, outputs))[0]
-
-
-def padding(reads: Integers, size: int) -> Factor:
-    """Return a padding: output o is the input ``reads[o]``, or a constant if that is negative."""
-    o = np.arange(len(reads))
-    inside = reads >= 0
-    return _sorted(reads[inside], o[inside], o[inside], (size, len(reads)))[0]
-
-
-def _sorted(
-    rows: Integers, columns: Integers, places: Integers, shape: tuple[int, int]
-) -> tuple[Factor, Ints]:
-    order = np.lexsort((columns, rows))
-    return from_pairs(rows[order], columns[order], shape), places[order].astype(np.int32)
+    return windows(np.where(inside, i, -1), size)[0]
 
 
 def merged(factors: "tuple[Factor, ...]") -> Factor:
@@ -157,22 +150,20 @@ def _kron(left: Factor, right: Factor) -> Factor:
     if left.kind == right.kind == "full":
         return full(*shape)
     _check_entries(left.nnz * right.nnz, shape)
-    counts = np.outer(left.row_counts, right.row_counts).ravel()
-    indptr = np.concatenate([[0], np.cumsum(counts)])
-    indices = combined((left.indptr, left.indices), (right.indptr, right.indices), right.columns)
-    return Factor(*shape, "sparse", (indptr.astype(np.int32), indices))
+    arrays = combined((left.indptr, left.indices), (right.indptr, right.indices), right.columns)
+    return Factor(*shape, "sparse", arrays)
 
 
-def combined(left: tuple[Ints, Ints], right: tuple[Ints, Ints], scale: int) -> Ints:
+def combined(left: tuple[Ints, Ints], right: tuple[Ints, Ints], scale: int) -> tuple[Ints, Ints]:
     """Return left·scale + right for each entry of a Kronecker product, in the order of its rows.
-    Each side is the offsets of its rows, and a number for each entry."""
+    Each side, and the result, is the offsets of its rows, and a number for each entry."""
     from retrograde.kernels.cpu.llvm.threads import ranges, share
     from retrograde.scan.sparse.cpu_loops import kron
 
-    rows = len(left[0]) - 1
+    rows, counts = len(left[0]) - 1, np.outer(np.diff(left[0]), np.diff(right[0]))
     out = np.empty(len(left[1]) * len(right[1]), np.int32)
     share(kron, ranges(rows, rows), *left, *right, scale, out)
-    return out
+    return np.append(0, np.cumsum(counts)).astype(np.int32), out
 
 
 def multiplied(left: Factor, right: Factor, most: int = MOST_ENTRIES) -> Factor:

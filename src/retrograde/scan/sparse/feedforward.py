@@ -131,18 +131,13 @@ def split_of(
 
 
 def scan_gradients(
-    steps: Sequence[LayerCall], dy: Tensor, levels: int, samples: int, *, whole: bool
+    steps: Sequence[LayerCall], dy: Tensor, levels: int, samples: int
 ) -> list[Tensor]:
-    """Return the gradient of each step's ``y``, first to last. If ``whole``, the gradient of the
-    first step's ``x`` comes first. ``dy`` is the gradient of the last output; ``samples`` of the
-    batch are taken at a time. If products give gradients that are not finite, it warns and scans
-    linearly."""
-    used = steps if whole else steps[1:]
-    pieces = [piece for step in used for piece in step.path.pieces()]
-    values = {piece: piece.csr(dy) for piece in pieces}
-    shapes = [step.y.shape for step in steps]
-    if whole:
-        shapes = [steps[0].x.shape, *shapes]
+    """Return the gradient of each step's ``x``, first to last, and ``dy``, that of the last output.
+    ``samples`` of the batch are taken at a time. If products give gradients that are not finite, it
+    warns and scans linearly."""
+    values = {piece: piece.csr(dy) for step in steps for piece in step.path.pieces()}
+    shapes = [*(step.x.shape for step in steps), dy.shape]
     flat = dy.flatten(1)
     parts: list[list[Tensor]] = []
     for start in range(0, len(dy), samples):
@@ -151,13 +146,13 @@ def scan_gradients(
         def make(piece: LayerJacobian, which: slice = which) -> CSR:
             return values[piece].samples(which)
 
-        elements = [Vector(flat[which]), *(_element(step.path, make) for step in reversed(used))]
+        elements = [Vector(flat[which]), *(_element(step.path, make) for step in reversed(steps))]
         _, *scanned = hybrid([*elements, UNREAD], levels=levels)
         parts.append([vector.data for vector in reversed(scanned)])
     joined = parts[0] if len(parts) == 1 else [torch.cat(part) for part in zip(*parts, strict=True)]
     if levels and not bool(torch.stack([g.isfinite().all() for g in joined]).all()):
         warnings.warn(_NOT_FINITE, RuntimeWarning, stacklevel=2)
-        return scan_gradients(steps, dy, 0, samples, whole=whole)
+        return scan_gradients(steps, dy, 0, samples)
     return [g.reshape(shape) for g, shape in zip(joined, shapes, strict=True)]
 
 

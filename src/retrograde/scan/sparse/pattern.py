@@ -60,7 +60,8 @@ class OnDevices:
     """Provides integer arrays as tensors, copied to each device once. A scan uses them in every
     iteration, and copying takes longer than computing with them."""
 
-    def __init__(self) -> None:
+    def __init__(self, **arrays: Integers) -> None:
+        vars(self).update(arrays)
         self._tensors: dict[tuple[str, torch.device], Tensor] = {}
 
     def tensor(self, name: str, device: torch.device) -> Tensor:
@@ -195,16 +196,6 @@ class Pattern(OnDevices):
         return f"Pattern({self}, nnz={self.nnz:,})"
 
 
-class Landing(OnDevices):
-    """The terms of a product, in the order of the entries that they add to. The terms of entry e
-    are ``ends[e]`` … ``ends[e + 1] − 1``; ``lefts`` and ``rights`` are each term's entries of the
-    factors."""
-
-    def __init__(self, ends: Integers, lefts: Ints, rights: Ints) -> None:
-        super().__init__()
-        self.ends, self.lefts, self.rights = ends, lefts, rights
-
-
 class Product:
     """The plan of a product of two patterns. ``result`` is its pattern and ``method`` the way to
     compute its numbers. ``terms`` counts multiplications, without those by guaranteed zeros."""
@@ -249,8 +240,10 @@ class Product:
             )
 
     @cached_property
-    def landing(self) -> Landing:
-        """The terms of the product, and the entry that each adds to, written out."""
+    def landing(self) -> OnDevices:
+        """The terms of the product, in the order of the entries that they add to. The terms of
+        entry e are ``ends[e]`` … ``ends[e + 1] − 1``; ``lefts`` and ``rights`` are each term's
+        entries of the factors."""
         from retrograde.scan.sparse.cpu_loops import land
 
         self.check_terms()
@@ -260,7 +253,7 @@ class Product:
         place = np.zeros(self.result.shape[1], np.int32)
         arrays = a.indptr, a.indices, b.indptr, b.indices
         land(*arrays, self.result.indptr, self.result.indices, place, ends, lefts, rights)
-        return Landing(ends[:-1], lefts, rights)
+        return OnDevices(ends=ends[:-1], lefts=lefts, rights=rights)
 
 
 def aligned(left: tuple[Factor, ...], right: tuple[Factor, ...]) -> list[tuple[Factor, Factor]]:

@@ -5,7 +5,7 @@ A rule gives a pattern from shapes, and values from weights and inputs:
 ===============================  =============================================  ================
 layer                            pattern                                        values
 ===============================  =============================================  ================
-convolution, 1 to 3 dimensions   channels of a group ⊗ a band for each          weights, shared
+convolution, 1 to 3 dimensions   groups ⊗ channels of one ⊗ a band for each     weights, shared
 linear                           identity ⊗ all with all                        weights, shared
 activations, dropout             identity                                       slopes
 max-pooling                      identity ⊗ windows                             1 at the maximum
@@ -33,7 +33,7 @@ from torch.nn import functional
 
 from retrograde.errors import RetrogradeError, ScanError
 from retrograde.scan.sparse.csr import CSR, LayerJacobian
-from retrograde.scan.sparse.factor import adaptive, band, identity, padding
+from retrograde.scan.sparse.factor import adaptive, band, identity, windows
 from retrograde.scan.sparse.pattern import Pattern
 from retrograde.scan.sparse.weights import Sizes, convolution, known, linear
 
@@ -207,7 +207,7 @@ def _pad(layer: Any, x: Tensor, y: Tensor, mode: str) -> LayerJacobian:
     def make() -> Pattern:
         pairs = [widths[2 * i : 2 * i + 2] for i in reversed(range(count))]
         spans = zip(sizes, pairs, strict=True)
-        reads = [padding(_reads(size, pair, mode), size) for size, pair in spans]
+        reads = [windows(_reads(size, pair, mode), size)[0] for size, pair in spans]
         return Pattern(identity(channels), *reads)
 
     pattern = known(("padding", channels, sizes, tuple(widths), mode), make)
@@ -215,10 +215,10 @@ def _pad(layer: Any, x: Tensor, y: Tensor, mode: str) -> LayerJacobian:
 
 
 def _reads(size: int, widths: Sequence[int], mode: str) -> np.ndarray:
-    """Return the input that each output of a padding reads; negative where it reads none."""
+    """Return the input that each output of a padding reads, (outputs, 1); −1 where it is none."""
     inputs = torch.arange(size, dtype=torch.float64, device="cpu")[None, None]
     fill = {"mode": "constant", "value": -1.0} if mode == "zeros" else {"mode": mode}
-    return functional.pad(inputs, tuple(widths), **fill)[0, 0].numpy().astype(np.int64)  # type: ignore[arg-type]
+    return functional.pad(inputs, tuple(widths), **fill)[0].T.numpy().astype(np.int64)  # type: ignore[arg-type]
 
 
 def _diagonal(x: Tensor) -> Pattern:

@@ -24,7 +24,6 @@ from retrograde.scan.sparse.factor import (
     band,
     combined,
     from_arrays,
-    from_pairs,
     full,
     identity,
 )
@@ -72,9 +71,9 @@ def linear(layer: nn.Linear, x: Tensor, y: Tensor) -> LayerJacobian:
     prefix, inputs, outputs = prod(x.shape[1:-1]), layer.in_features, layer.out_features
 
     def make() -> Weighted:
-        i, o = np.divmod(np.arange(inputs * outputs, dtype=np.int32), np.int32(outputs))
-        places = np.zeros(prefix, np.int32), o * np.int32(inputs) + i
-        return Weighted((identity(prefix), full(inputs, outputs)), places, (1, inputs * outputs))
+        met, places = _all_with_all(inputs, outputs)
+        sizes = 1, inputs * outputs
+        return Weighted((identity(prefix), met), (np.zeros(prefix, np.int32), places), sizes)
 
     return _of_weights(known(("linear", prefix, inputs, outputs), make), layer.weight)
 
@@ -88,22 +87,18 @@ def convolution(layer: Any, x: Tensor, y: Tensor) -> LayerJacobian:
             "convolution with padding=0, or use backward=None"
         )
     sizes, outputs = tuple(x.shape[2:]), tuple(y.shape[2:])
-    wide = layer.in_channels // layer.groups
-    channels = layer.in_channels, layer.out_channels, layer.groups
+    groups = layer.groups
+    channels = layer.in_channels // groups, layer.out_channels // groups
     windows = layer.kernel_size, layer.stride, _before(layer), layer.dilation
 
     def make() -> Weighted:
-        met, places = _channels(*channels)
         bands = [band(*span) for span in zip(sizes, outputs, *windows, strict=True)]
-        return Weighted(
-            (met, *(factor for factor, _ in bands)),
-            (places, *(place for _, place in bands)),
-            (layer.out_channels * wide, *layer.kernel_size),
-        )
+        own = identity(groups), np.arange(groups, dtype=np.int32)
+        factors, places = zip(own, _all_with_all(*channels), *bands, strict=True)
+        return Weighted(factors, places, (groups, prod(channels), *layer.kernel_size))
 
-    return _of_weights(
-        known(("convolution", sizes, outputs, *windows, *channels), make), layer.weight
-    )
+    key = "convolution", sizes, outputs, *windows, *channels, groups
+    return _of_weights(known(key, make), layer.weight)
 
 
 def _before(layer: Any) -> Sizes:
@@ -114,14 +109,11 @@ def _before(layer: Any) -> Sizes:
     return (0,) * len(layer.kernel_size) if layer.padding == "valid" else tuple(layer.padding)
 
 
-def _channels(inputs: int, outputs: int, groups: int) -> tuple[Factor, Ints]:
-    """Return the channels that meet, and the matrix of weights between them."""
-    wide = inputs // groups
-    of = outputs // groups
-    rows, columns = np.repeat(np.arange(inputs), of), np.arange(inputs * of) % of
-    columns = columns + rows // wide * of
-    places = (columns * wide + rows % wide).astype(np.int32)
-    return from_pairs(rows, columns, (inputs, outputs)), places
+def _all_with_all(inputs: int, outputs: int) -> tuple[Factor, Ints]:
+    """Return the factor of a matrix of weights (outputs, inputs), and each entry's place in it."""
+    i, o = np.divmod(np.arange(inputs * outputs, dtype=np.int32), np.int32(outputs))
+    met = identity(1) if inputs == outputs == 1 else full(inputs, outputs)
+    return met, o * np.int32(inputs) + i
 
 
 class Weighted(Pattern):
@@ -141,13 +133,11 @@ class Weighted(Pattern):
     @cached_property
     def sources(self) -> Ints:
         """The index of each entry's weight: (nnz,)."""
-        (first, *rest), (found, *places) = self.factors, self._places
-        indptr = first.indptr
-        for factor, place, size in zip(rest, places, self._sizes[1:], strict=True):
-            found = combined((indptr, found), (factor.indptr, place), size)
-            counts = np.outer(np.diff(indptr), factor.row_counts).ravel()
-            indptr = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-        return found
+        sides = [(f.indptr, place) for f, place in zip(self.factors, self._places, strict=True)]
+        found = sides[0]
+        for side, size in zip(sides[1:], self._sizes[1:], strict=True):
+            found = combined(found, side, size)
+        return found[1]
 
     def pruned(self, present: np.ndarray) -> "Pruned":
         """Return the pattern of the weights that are ``present`` (flat), that is, not zero."""
