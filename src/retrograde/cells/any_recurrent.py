@@ -17,11 +17,11 @@ from retrograde.cells.unroll import CellCall, refuse_compiled
 from retrograde.errors import CellError, InputError
 from retrograde.plan.fit import Fit
 from retrograde.replay.trees import Tensors, flatten, flatten_state
-from retrograde.run.autograd import refuse_both
 from retrograde.run.layout import Layout, Ragged, Straight, check_length, over
 from retrograde.run.states import shaped
 from retrograde.run.transforms import uncompiled
 from retrograde.schedule import Schedule
+from retrograde.schedule.schedule import refuse_both
 from retrograde.units import Memory, parse_memory
 
 

@@ -27,13 +27,13 @@ from retrograde.recurrent.vendor import Layers, Mode
 from retrograde.replay.referents import find_referents
 from retrograde.replay.switches import autocast_as_now
 from retrograde.replay.trees import Structure, Tensors, flatten, flatten_state
-from retrograde.run.autograd import check_schedule, refuse_both
 from retrograde.run.core import Core
 from retrograde.run.settled import Settled
 from retrograde.run.sources import Stream, TimeFirst, open_source
 from retrograde.run.streaming import Progress, TakeInput, run_stream
 from retrograde.run.transforms import besides_forward, refuse_transforms, uncompiled
 from retrograde.schedule import Schedule
+from retrograde.schedule.schedule import check_schedule, refuse_both
 from retrograde.sizes.cache import CellFits, signature
 from retrograde.sizes.footprint import grown
 from retrograde.torch_private import flat_weights

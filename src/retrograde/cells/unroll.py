@@ -31,12 +31,13 @@ from retrograde.recurrent.fastest import fit_measured
 from retrograde.recurrent.plan import HeldPlan
 from retrograde.replay.switches import autocast_as_now
 from retrograde.replay.trees import LEAF, Structure, Tensors, flatten, flatten_inputs, flatten_state
-from retrograde.run.autograd import check_schedule, refuse_both, run_schedule, run_without_gradient
+from retrograde.run.autograd import run_schedule, run_without_gradient
 from retrograde.run.autograd_core import run_ordinary
 from retrograde.run.layout import InBlocks, Inputs, Layout, Rows, Straight, check_length
 from retrograde.run.settled import Settled
 from retrograde.run.transforms import is_transformed, is_unreal, refuse_transforms, uncompiled
 from retrograde.schedule import Schedule
+from retrograde.schedule.schedule import check_schedule, refuse_both
 from retrograde.sizes.cache import CellFits, LRUCache, signature
 from retrograde.sizes.footprint import footprint, grown, node_bytes, partly_idle
 from retrograde.sizes.timing import time_iterations

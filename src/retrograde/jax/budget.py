@@ -7,11 +7,11 @@ inputs, outputs or the gradients of these.
 
 from dataclasses import dataclass, replace
 
-from retrograde.errors import ScheduleError
 from retrograde.jax.step import Recorded, bytes_of
 from retrograde.jax.table import Table, table_of
 from retrograde.plan.fit import Curve, Fit, Footprint, fit
 from retrograde.schedule import Schedule
+from retrograde.schedule.schedule import check_schedule, refuse_both
 from retrograde.units import Memory, parse_memory
 
 # The bytes by which each buffer is rounded up. Some buffers are loop counters.
@@ -33,15 +33,9 @@ class Asked:
         """Check the arguments before any work; raises ScheduleError or UnitError."""
         if self.memory is not None:
             parse_memory(self.memory)
-        if self.memory is not None and self.schedule is not None:
-            raise ScheduleError("given both memory and schedule: expected one; leave one out")
-        if self.schedule is not None and self.schedule.length != length:
-            raise ScheduleError(
-                f"the schedule is for {self.schedule.length} steps, but the scan has {length}: "
-                f"plan one for {length}"
-            )
+        refuse_both(self.memory, self.schedule)
         if self.schedule is not None:
-            _ = self.schedule.cost  # computing the cost replays and so checks the schedule
+            check_schedule(self.schedule, length)
 
     def table(self, recorded: Recorded, length: int) -> Table | None:
         """Return the table to follow, or None to hold all residuals."""

@@ -122,27 +122,22 @@ def trace_step(f: Callable[..., Any], init: object, x: object) -> tuple[Step, Ar
 
 @dataclass(frozen=True)
 class Recorded:
-    """A step that also returns its internal state.
-
-    Attributes:
-        wanted: which constants have a gradient, and which inputs.
-        program: ``program(*consts, *carry, *x) -> (*carry, *y, *held)``.
-        held: types of the residuals that are stored; the carry may be among them.
-        fixed: ``fixed(*consts)`` returns the residuals that are the same for all steps.
-        sources: for each residual, its group (held, fixed, consts or x) and its number there.
-        pull: maps residuals, and cotangents of the carry after and of the outputs, to cotangents.
-            These are of the constants, of the carry before and of the inputs.
-        work: bytes of temporary arrays. They are the peak of a recorded step or of its backward
-            pass, whichever is larger, plus the fixed residuals.
-    """
+    """A step that also returns its internal state."""
 
     step: Step
+    # Which constants have a gradient, and which inputs.
     wanted: tuple[Sequence[bool], Sequence[bool]]
-    program: Callable[..., Arrays]
-    held: Sequence[Any]
+    program: Callable[..., Arrays]  # ``program(*consts, *carry, *x) -> (*carry, *y, *held)``
+    held: Sequence[Any]  # types of the residuals that are stored; the carry may be among them
+    # ``fixed(*consts)`` returns the residuals that are the same for all steps.
     fixed: Callable[..., Arrays]
+    # For each residual, its group (held, fixed, consts or x) and its number there.
     sources: Sequence[tuple[str, int]]
+    # Maps residuals, and cotangents of the carry after and of the outputs, to cotangents. These are
+    # of the constants, of the carry before and of the inputs.
     pull: Callable[[Arrays, Arrays, Arrays], tuple[Arrays, Arrays, Arrays]]
+    # Bytes of temporary arrays. They are the peak of a recorded step or of its backward pass,
+    # whichever is larger, plus the fixed residuals.
     work: int
 
     @classmethod

@@ -35,20 +35,13 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True)
 class Table:
-    """Rows (kind, start, stop, load, store, tape), the last of kind END.
-
-    Attributes:
-        forward: the number of rows of the forward sweep, which come first.
-        slots: the most states that are held at once, the current one included.
-        tape: the most recorded steps that are held at once.
-        first: the slot of the initial state.
-    """
+    """Rows (kind, start, stop, load, store, tape), the last of kind END."""
 
     rows: NDArray[np.int32]
-    forward: int
-    slots: int
-    tape: int
-    first: int
+    forward: int  # the number of rows of the forward sweep, which come first
+    slots: int  # the most states that are held at once, the current one included
+    tape: int  # the most recorded steps that are held at once
+    first: int  # the slot of the initial state
 
     @property
     def steps(self) -> int:

@@ -16,13 +16,9 @@ T = TypeVar("T")
 
 
 class Fallback:
-    """Joins kernels to their plain forms. After one kernel fails, all plain forms run instead.
+    """Joins kernels to their plain forms. After one kernel fails, all plain forms run instead."""
 
-    Attributes:
-        reason: why the kernels cannot be launched; None while they can.
-    """
-
-    reason: str | None = None
+    reason: str | None = None  # why the kernels cannot be launched; None while they can
 
     def join(self, kernel: Callable[P, T], plain: Callable[P, T]) -> Callable[P, T]:
         """Return a function that runs the kernel, or its plain form once a launch has failed."""

@@ -13,68 +13,42 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Way:
-    """A way to keep a call for its backward pass.
+    """A way to keep a call for its backward pass."""
 
-    Attributes:
-        held_bytes: what it holds until then, without its input and its output.
-        first_bytes: its peak in the forward pass, with what it holds and its output.
-        backward_bytes: its peak in the backward pass, with what it held.
-        seconds: its time beyond that of the first way.
-        again_seconds: the same if the call is kept so when a group runs again.
-        keeps_input: whether it holds its input.
-        keeps_output: whether it holds its output, the next call's input.
-        dropped: whether it holds nothing, and runs again.
-    """
-
-    held_bytes: int
-    first_bytes: int
-    backward_bytes: int
-    seconds: float = 0.0
-    again_seconds: float = 0.0
-    keeps_input: bool = True
-    keeps_output: bool = False
-    dropped: bool = False
+    held_bytes: int  # what it holds until then, without its input and its output
+    first_bytes: int  # its peak in the forward pass, with what it holds and its output
+    backward_bytes: int  # its peak in the backward pass, with what it held
+    seconds: float = 0.0  # its time beyond that of the first way
+    again_seconds: float = 0.0  # the same if the call is kept so when a group runs again
+    keeps_input: bool = True  # whether it holds its input
+    keeps_output: bool = False  # whether it holds its output, the next call's input
+    dropped: bool = False  # whether it holds nothing, and runs again
 
 
 @dataclass(frozen=True)
 class CallSizes:
-    """Bytes and seconds of one call. The first way is ordinary backpropagation's.
+    """Bytes and seconds of one call. The first way is ordinary backpropagation's."""
 
-    Attributes:
-        input_bytes: of its input.
-        output_bytes: of its output.
-        forward_bytes: its peak without a graph, with its output.
-        forward_seconds: the time of its forward pass.
-        ways: in which it may be kept.
-        noted_bytes: what it notes to run again, such as random states.
-        left_bytes: what it leaves in attributes.
-        reorders_gradient: whether it hands on a gradient whose memory is not in order: where the
-            given one's is, and where it is not.
-        reorder_bytes: what the backward pass takes more in the second case.
-        aliases_input: whether its result shares memory with what it is given.
-        handed_bytes: of that, what the call before made.
-        backward_seconds: the time of its backward pass, and what recording it takes longer.
-        gradient_bytes: of the gradient of its output, and what its backward pass makes of it before
-            it reads anything saved, which is held while a group runs again.
-        gradient_slack_bytes: of the memory of a gradient that it hands on, beyond its own.
-        starts_row: whether its input is the caller's, not the output of the call before. No group
-            passes it.
-    """
-
-    input_bytes: int
-    output_bytes: int
-    forward_bytes: int
-    forward_seconds: float
-    ways: tuple[Way, ...]
-    noted_bytes: int = 0
-    left_bytes: int = 0
+    input_bytes: int  # of its input
+    output_bytes: int  # of its output
+    forward_bytes: int  # its peak without a graph, with its output
+    forward_seconds: float  # the time of its forward pass
+    ways: tuple[Way, ...]  # in which it may be kept
+    noted_bytes: int = 0  # what it notes to run again, such as random states
+    left_bytes: int = 0  # what it leaves in attributes
+    # Whether it hands on a gradient whose memory is not in order: where the given one's is, and
+    # where it is not.
     reorders_gradient: tuple[bool, ...] = (False, False)
-    reorder_bytes: int = 0
-    aliases_input: bool = False
-    handed_bytes: int = 0
+    reorder_bytes: int = 0  # what the backward pass takes more in the second case
+    aliases_input: bool = False  # whether its result shares memory with what it is given
+    handed_bytes: int = 0  # of that, what the call before made
+    # The time of its backward pass, and what recording it takes longer.
     backward_seconds: float = 0.0
+    # Of the gradient of its output, and what its backward pass makes of it before it reads anything
+    # saved, which is held while a group runs again.
     gradient_bytes: int = 0
-    gradient_slack_bytes: int = 0
+    gradient_slack_bytes: int = 0  # of the memory of a gradient that it hands on, beyond its own
+    # Whether its input is the caller's, not the output of the call before. No group passes it.
     starts_row: bool = False
 
     def beside(self, more: int) -> "CallSizes":

@@ -202,36 +202,24 @@ class _Sizes:
 
 @dataclass(frozen=True)
 class Fit:
-    """A schedule for a budget, with its predicted time and peak; ``print`` shows it.
-
-    Attributes:
-        block: the steps of one recorded range.
-        chunk: the most steps of one advancing range.
-        forward_steps: forward steps in all, the first sweep included.
-        calls: calls of a kernel in all; a recorded range takes two.
-        time: the predicted time of an iteration, in the unit of the footprint's ``step_time``.
-        minimum_bytes: the least peak of a schedule of single steps.
-        ordinary: whether it is ordinary backpropagation, as one graph.
-        node_bytes: about what autograd's nodes take of the process's memory, beside the peak, for
-            the most steps of a cell that are recorded at one time. No budget counts them.
-        seconds: the predicted seconds of an iteration, where they were asked for.
-        ordinary_seconds: those of ordinary backpropagation, likewise.
-    """
+    """A schedule for a budget, with its predicted time and peak; ``print`` shows it."""
 
     schedule: Schedule
-    block: int
-    chunk: int
-    forward_steps: int
-    calls: int
-    time: float
+    block: int  # the steps of one recorded range
+    chunk: int  # the most steps of one advancing range
+    forward_steps: int  # forward steps in all, the first sweep included
+    calls: int  # calls of a kernel in all; a recorded range takes two
+    time: float  # the predicted time of an iteration, in the unit of the footprint's ``step_time``
     budget_bytes: int
     peak_bytes: int
     ordinary_bytes: int
-    minimum_bytes: int
-    ordinary: bool
+    minimum_bytes: int  # the least peak of a schedule of single steps
+    ordinary: bool  # whether it is ordinary backpropagation, as one graph
+    # About what autograd's nodes take of the process's memory, beside the peak, for the most steps
+    # of a cell that are recorded at one time. No budget counts them.
     node_bytes: int = 0
-    seconds: float | None = None
-    ordinary_seconds: float | None = None
+    seconds: float | None = None  # the predicted seconds of an iteration, where they were asked for
+    ordinary_seconds: float | None = None  # those of ordinary backpropagation, likewise
 
     def __str__(self) -> str:
         time = ""

@@ -40,26 +40,16 @@ _ROUNDINGS = 100.0
 
 @dataclass
 class Crossing:
-    """One forward pass of one rank, and the backward pass through it.
+    """One forward pass of one rank, and the backward pass through it."""
 
-    Attributes:
-        peers: the other ranks.
-        rnn: the recurrent module.
-        way: how gradients cross.
-        x: this rank's inputs, with a batch dimension.
-        state: the initial state, empty where none was given.
-        batches: the number of samples in each piece.
-        gradient: whether a gradient is needed.
-        place: where this rank's steps are in the sequence, if there is dropout between layers.
-    """
-
-    peers: Peers
-    rnn: BudgetedRNN
-    way: Way
-    x: Tensor
-    state: State
-    batches: list[int]
-    gradient: bool
+    peers: Peers  # the other ranks
+    rnn: BudgetedRNN  # the recurrent module
+    way: Way  # how gradients cross
+    x: Tensor  # this rank's inputs, with a batch dimension
+    state: State  # the initial state, empty where none was given
+    batches: list[int]  # the number of samples in each piece
+    gradient: bool  # whether a gradient is needed
+    # Where this rank's steps are in the sequence, if there is dropout between layers.
     place: Place | None = None
 
     def __post_init__(self) -> None:

@@ -31,10 +31,6 @@ class Peers:
         module: the module that the ranks run. NCCL uses its GPU, whichever is the process's
             current one; gloo uses the CPU.
 
-    Attributes:
-        rank: this rank's number, from 0.
-        size: the number of ranks.
-
     Raises:
         RankError: there is no process group, or this process is not in it.
     """

@@ -16,19 +16,12 @@ State = tuple[Tensor, ...]
 
 @dataclass
 class Piece:
-    """Some samples of the batch.
+    """Some samples of the batch."""
 
-    Attributes:
-        x: the inputs of this rank's steps; a leaf.
-        before: the state before the steps; leaves.
-        outputs: the outputs of the steps, or their edge in the graph.
-        after: the state after the steps; ``before`` itself where the rank has no steps.
-    """
-
-    x: Tensor
-    before: State
-    outputs: Tensor | GradientEdge
-    after: State
+    x: Tensor  # the inputs of this rank's steps; a leaf
+    before: State  # the state before the steps; leaves
+    outputs: Tensor | GradientEdge  # the outputs of the steps, or their edge in the graph
+    after: State  # the state after the steps; ``before`` itself where the rank has no steps
 
     def hand_over(self) -> Tensor:
         """Return the outputs, and keep only their edge in the graph."""

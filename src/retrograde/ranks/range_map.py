@@ -62,18 +62,13 @@ def rows_of(rnn: BudgetedRNN, x: Tensor, before: State, dy: Gradient) -> Tensor:
 def range_map(
     layers: Sequence[Weights], x: Tensor, state: State, dy: Gradient, chunks: int | None = None
 ) -> Tensor:
-    """Return the affine map of a range of steps, for each sample.
+    """Return the affine map of a range of steps for each sample: P, and d as the last row (B, n +
+    1, n). Here n = layers · H, or 2 · layers · H for (h, c): first h of each layer, then c of each.
 
-    Args:
-        layers: the layers' parameters, the lowest layer first; float32 or float64.
-        x: inputs (T, B, I), at least one step.
-        state: the state before the range: (h,), or (h, c), each (layers, B, H).
-        dy: the loss's gradient of each output (T, B, H), or None for zero.
-        chunks: chunks that run together; by default as many as are expected to be fastest.
-
-    Returns:
-        P, and d as the last row (B, n + 1, n); n = layers · H, or 2 · layers · H for (h, c): first
-        h of each layer, then c of each.
+    ``layers`` has the lowest first, in float32 or float64. x is (T, B, I), at least one step.
+    ``state`` is before the range: (h,), or (h, c), each (layers, B, H). ``dy`` (T, B, H) is the
+    loss's gradient of the outputs, or None for zero. ``chunks`` run together; by default as many as
+    are expected to be fastest.
     """
     size, parts, samples = layers[0].size, len(state), x.shape[1]
     n = len(layers) * parts * size

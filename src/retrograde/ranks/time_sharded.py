@@ -28,18 +28,13 @@ from retrograde.run.transforms import besides_forward, uncompiled
 
 @dataclass(frozen=True)
 class _Told:
-    """What a rank tells the others before a call.
+    """What a rank tells the others before a call."""
 
-    Attributes:
-        trouble: why it cannot run, or "".
-        alike: values that must be the same on every rank, by their names in a message.
-        steps: how many steps it has.
-        key: a number that it drew for dropout between layers, of which the first rank's is used.
-    """
-
-    trouble: str = ""
-    steps: int = 0
+    trouble: str = ""  # why it cannot run, or ""
+    steps: int = 0  # how many steps it has
+    # A number that it drew for dropout between layers, of which the first rank's is used.
     key: int | None = None
+    # Values that must be the same on every rank, by their names in a message.
     alike: dict[str, Any] = field(default_factory=dict)
 
 

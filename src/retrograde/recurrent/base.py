@@ -27,7 +27,6 @@ from retrograde.recurrent.fused import has_slopes
 from retrograde.recurrent.resets import SequenceResets, read_starts
 from retrograde.recurrent.vendor import is_too_long
 from retrograde.recurrent.weights import over_weights
-from retrograde.run.autograd import check_schedule, refuse_both
 from retrograde.run.states import shaped
 from retrograde.run.transforms import (
     is_exporting,
@@ -37,6 +36,7 @@ from retrograde.run.transforms import (
     uncompiled,
 )
 from retrograde.schedule import Schedule
+from retrograde.schedule.schedule import check_schedule, refuse_both
 from retrograde.sizes.cache import LRUCache
 from retrograde.torch_private import flat_weights
 from retrograde.units import Memory, parse_memory

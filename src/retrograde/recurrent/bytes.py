@@ -44,36 +44,27 @@ def sums_at_once(length: int, batch: int) -> bool:
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer in one or two tracks (directions), and a batch of B samples.
-
-    ``width`` is I and ``size`` is H. ``item`` is the bytes of a number. ``straight`` says whether
-    inputs are contiguous, ``packed`` whether later steps may have fewer samples. ``views`` says
-    whether the states before a span, unless it is the first, are a view of outputs. ``lowest`` and
-    ``top`` say where it is in its recurrence. ``drops`` says whether there is dropout between the
-    layers of that, and ``first`` whether the inputs of the lowest are dropped too. ``at_once`` is
-    as for ``LayerBackward``. ``forward_by`` and ``backward_by`` are what runs the layer.
-    ``vendor`` has the bytes of the vendor's forward pass by steps, which are measured.
-    """
+    """A layer in one or two tracks (directions), and a batch of B samples."""
 
     kind: AnyKind
-    batch: int
-    width: int
-    size: int
+    batch: int  # B
+    width: int  # I
+    size: int  # H
     tracks: int = 1
-    item: int = 4
+    item: int = 4  # the bytes of a number
     threads: int = 1
     needs_x: bool = True
-    straight: bool = True
-    packed: bool = False
-    views: bool = False
-    drops: bool = False
-    first: bool = False
-    at_once: bool = False
-    lowest: bool = True
+    straight: bool = True  # whether inputs are contiguous
+    packed: bool = False  # whether later steps may have fewer samples
+    views: bool = False  # whether the states before a span but the first are a view of outputs
+    drops: bool = False  # whether there is dropout between the layers of its recurrence
+    first: bool = False  # whether the inputs of the lowest of these are dropped too
+    at_once: bool = False  # as for :class:`LayerBackward`
+    lowest: bool = True  # in its recurrence, as ``top``
     top: bool = True
     forward_by: Backend = "loops"
     backward_by: Backend = "loops"
-    vendor: Curve | None = None
+    vendor: Curve | None = None  # the measured bytes of the vendor's forward pass, by steps
 
     @property
     def form(self) -> Formula:

@@ -51,13 +51,10 @@ class Plan:
 class Call:
     """One call of a recurrent module of this library.
 
-    Args:
-        x: inputs (T, B, I), or packed (rows, I).
-        state: (h,), or (h, c), each (layers · directions, B, H).
-        sizes: for a packed batch, the number of sequences that have each step.
-        weights: in torch's order; None for the weights that were last computed.
-        given: whether the caller gave the state; otherwise it is zeros.
-        sorts: whether a packed batch had to be sorted.
+    ``x`` are the inputs (T, B, I), or packed (rows, I). ``state`` is (h,), or (h, c), each (layers
+    · directions, B, H); it is zeros if the caller has not ``given`` it. ``sizes`` are the numbers
+    of sequences at the steps of a packed batch, which may have had to be sorted (``sorts``).
+    ``weights`` are in torch's order; None for those that were last computed.
     """
 
     def __init__(

@@ -18,21 +18,14 @@ from retrograde.units import Memory
 
 @dataclass(frozen=True)
 class Ordinary:
-    """The working bytes of ordinary backpropagation, for any length.
+    """The working bytes of ordinary backpropagation, for any length."""
 
-    Attributes:
-        batch: the number of sequences.
-        full: bytes by steps, if all sequences have all steps.
-        single: for a packed batch, bytes by steps if only one sequence has them.
-        gradient_copy: further bytes a step, where a kernel must copy the outputs' gradient.
-        even: whether bytes may be told of more steps than were measured.
-    """
-
-    batch: int
-    full: Highest
+    batch: int  # the number of sequences
+    full: Highest  # bytes by steps, if all sequences have all steps
+    # For a packed batch, bytes by steps if only one sequence has them.
     single: Highest | None = None
-    gradient_copy: int = 0
-    even: bool = False
+    gradient_copy: int = 0  # further bytes a step, where a kernel must copy the outputs' gradient
+    even: bool = False  # whether bytes may be told of more steps than were measured
 
     def is_certain(self, steps: int) -> bool:
         """Return whether the bytes of so many steps are known."""

@@ -70,25 +70,17 @@ def ordinary_fit(length: int, **told: int) -> Fit:
 
 @dataclass(frozen=True)
 class Planner:
-    """Plans for held layers, for any lengths.
+    """Plans for held layers, for any lengths."""
 
-    Attributes:
-        layers: in one direction they are one recurrence; in two, each is a recurrence of its own.
-        most: the rows of a span that the cache allows.
-        extra: the reserve: bytes that can appear on top of any other peak.
-        copied: bytes of weights' copies in the vendor's layout, and of sums for frozen weights.
-        gradient_copy: bytes per step that torch's own pass takes in addition.
-        torchs: whether torch's own module can run this.
-        masks: bytes that dropout adds to torch's kernels, which then run only if need be.
-    """
-
+    # In one direction they are one recurrence; in two, each is a recurrence of its own.
     layers: tuple[Layer, ...]
-    most: int
-    extra: int = 0
+    most: int  # the rows of a span that the cache allows
+    extra: int = 0  # the reserve: bytes that can appear on top of any other peak
+    # Bytes of weights' copies in the vendor's layout, and of sums for frozen weights.
     copied: int = 0
-    gradient_copy: int = 0
-    torchs: bool = True
-    masks: int = 0
+    gradient_copy: int = 0  # bytes per step that torch's own pass takes in addition
+    torchs: bool = True  # whether torch's own module can run this
+    masks: int = 0  # bytes that dropout adds to torch's kernels, which then run only if need be
 
     def least_bytes(self, lengths: Sequences) -> int:
         """Return the smallest budget for held layers."""

@@ -128,7 +128,10 @@ class Surroundings:
         for source in self.sources:
             source.restore(next(rest))
         copy_back(self.buffers, rest)
-        for slot, value in zip(self.moving, rest, strict=True):
+        self.restore_attributes(snapshot)
+
+    def restore_attributes(self, snapshot: Snapshot) -> None:
+        for slot, value in zip(reversed(self.moving), reversed(snapshot), strict=False):
             slot.write(value)
 
     def cut(self) -> None:

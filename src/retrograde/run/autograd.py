@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retrograde.errors import CellError, RetrogradeError, ScheduleError
+from retrograde.errors import CellError, RetrogradeError
 from retrograde.replay.surroundings import muted_hooks, version
 from retrograde.replay.switches import autocast_as_now
 from retrograde.replay.trees import Tensors
@@ -27,7 +27,6 @@ from retrograde.run.states import is_real, with_attributes
 from retrograde.run.transforms import no_forward_mode, refuse_batches, uncompiled
 from retrograde.schedule import Schedule
 from retrograde.torch_private import will_run
-from retrograde.units import Memory
 
 _OTHERS = 4  # the number of the node's arguments before the tensors
 _NO_SECOND_ORDER = (
@@ -35,22 +34,6 @@ _NO_SECOND_ORDER = (
     "create_graph=False; for second derivatives use backward=None, memory=None and "
     "schedule=None (ordinary BPTT)"
 )
-
-
-def refuse_both(memory: Memory | None, schedule: Schedule | None) -> None:
-    """Refuse a budget together with a schedule, by a ScheduleError."""
-    if memory is not None and schedule is not None:
-        raise ScheduleError("given both memory and schedule: expected one; leave one out")
-
-
-def check_schedule(schedule: Schedule, length: int) -> None:
-    """Refuse a schedule for another length, or one that is not legal, by a ScheduleError."""
-    if schedule.length != length:
-        raise ScheduleError(
-            f"the schedule is for {schedule.length} steps, but the inputs have {length}: "
-            f"plan one for {length}"
-        )
-    _ = schedule.cost  # replays the schedule once, which checks it
 
 
 def run_schedule(

@@ -39,20 +39,13 @@ SCAN_CHOICES = 4
 
 @dataclass(frozen=True, eq=False)
 class ScanChoice:
-    """The candidate scans of a chain with their costs, and the chosen one; ``print`` shows it.
-
-    Attributes:
-        why: the reason for the choice, in a sentence.
-        splits: by number of levels, the linear scan first.
-        jacobians: whether Jacobians are computed; if not, the gradient goes through the layers.
-        room: bytes that Jacobians and products may take.
-    """
+    """The candidate scans of a chain with their costs, and the chosen one; ``print`` shows it."""
 
     chosen: Split
-    why: str
-    splits: tuple[Split, ...]
-    jacobians: bool
-    room: int
+    why: str  # the reason for the choice, in a sentence
+    splits: tuple[Split, ...]  # by number of levels, the linear scan first
+    jacobians: bool  # whether Jacobians are computed; if not, the gradient goes through the layers
+    room: int  # bytes that Jacobians and products may take
 
     def __str__(self) -> str:
         rows = [("levels", "steps", "FLOPs", "critical path", "memory", "samples at a time")]

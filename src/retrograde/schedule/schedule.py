@@ -311,3 +311,19 @@ def forward_ranges(schedule: Schedule) -> tuple[NDArray[np.int64], NDArray[np.in
     """Return where each range that runs forward, recorded or not, begins and ends."""
     runs = (schedule.kind == Verb.ADVANCE) | (schedule.kind == Verb.RECORD)
     return schedule.start[runs], schedule.stop[runs]
+
+
+def refuse_both(memory: object, schedule: Schedule | None) -> None:
+    """Refuse a budget together with a schedule, by a ScheduleError."""
+    if memory is not None and schedule is not None:
+        raise ScheduleError("given both memory and schedule: expected one; leave one out")
+
+
+def check_schedule(schedule: Schedule, length: int) -> None:
+    """Refuse a schedule for another length, or one that is not legal, by a ScheduleError."""
+    if schedule.length != length:
+        raise ScheduleError(
+            f"the schedule is for {schedule.length} steps, but the inputs have {length}: "
+            f"plan one for {length}"
+        )
+    _ = schedule.cost  # replays the schedule once, which checks it

@@ -128,14 +128,10 @@ class Backward:
     Each thread sums the gradients of the weights in its own arrays. :meth:`finish` adds these to
     the totals, since adding each small number to a large total would round more.
 
-    Args:
-        weights: the layer's parameters.
-        totals: the gradients of the weights, by name, to which those of the blocks are added.
-        samples: B.
-        steps: the most steps of a block.
-        at_once: let the first thread add directly to the totals, every few dozen steps. This takes
-            less memory and rounds more.
-        in_place: copy no weights, and add all sums directly, on one thread. Gates must be kept.
+    ``totals`` are the gradients of the weights, by name. ``steps`` is the most steps of a block of
+    B ``samples``. With ``at_once``, the first thread adds directly to the totals, every few dozen
+    steps, which takes less memory and rounds more. ``in_place`` copies no weights, and adds all
+    sums directly, on one thread. Then gates must be kept.
     """
 
     def __init__(
@@ -206,16 +202,11 @@ class Backward:
         return found + parts * max(rooms)
 
     def add(self, block: Block, dy: Tensor | None, g: Tensor, dx: Tensor | None) -> Tensor:
-        """Backpropagate a block.
+        """Backpropagate a block, and return the gradient of the state before it.
 
-        Args:
-            block: the inputs and states; with c among them, it must have kept gates and cells.
-            dy: the loss's gradient of each output (L, B, H), or None for zero.
-            g: the gradient of the state after the block (B, n).
-            dx: receives the gradients of the inputs (L, B, I); None if they are not needed.
-
-        Returns:
-            The gradient of the state before the block.
+        ``dy`` (L, B, H) is the loss's gradient of each output, None for zero. g (B, n) is that of
+        the state after the block. ``dx`` (L, B, I) receives those of the inputs; None if they are
+        not needed. A block with c among its states must have kept gates and cells.
         """
         kept = block.kept
         assert kept is not None or not self.weights.form.others

@@ -110,7 +110,7 @@ class Phases:
             with torch.enable_grad():
                 self.root = [get_gradient_edge(Leave.apply(self.seeds, *found))]  # type: ignore[no-untyped-call]
         self.result = None
-        self.unit.surroundings.restore(self.begun)  # what the call left is held elsewhere
+        self.unit.surroundings.restore_attributes(self.begun)  # what it left is held elsewhere
 
     def backpropagate(self) -> None:
         root, edges, turned = [*self.root], [*self.edges], self.way == TURNED

@@ -48,23 +48,14 @@ class LayerCall:
 
 @dataclass(frozen=True, eq=False)
 class Split:
-    """A scan with some levels of products, and its work and bytes.
+    """A scan with some levels of products, and its work and bytes."""
 
-    Attributes:
-        levels: levels upward, and as many downward; 0 is the linear scan, all of them Blelloch's.
-        report: its work by level, all samples; it ends where a product is too large.
-        fixed_bytes: bytes of vectors and Jacobians, and the part of products that samples share.
-        sample_bytes: bytes of the products of one sample.
-        samples: samples at a time; 0 where not even one fits.
-        problem: why it is impossible; empty if it is possible.
-    """
-
-    levels: int
-    report: Report
-    fixed_bytes: int
-    sample_bytes: int
-    samples: int
-    problem: str = ""
+    levels: int  # levels upward, and as many downward; 0 is the linear scan, all of them Blelloch's
+    report: Report  # its work by level, all samples; it ends where a product is too large
+    fixed_bytes: int  # bytes of vectors and Jacobians, and the part of products that samples share
+    sample_bytes: int  # bytes of the products of one sample
+    samples: int  # samples at a time; 0 where not even one fits
+    problem: str = ""  # why it is impossible; empty if it is possible
 
     @property
     def bytes(self) -> int:

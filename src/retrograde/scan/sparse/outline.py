@@ -17,22 +17,14 @@ from retrograde.scan.sparse.pattern import Pattern
 
 @dataclass
 class Ledger:
-    """The bytes of matrices.
-
-    Attributes:
-        lists: whether the terms of products are listed, as they are but for compiled CPU loops.
-        most: entries that a written-out product may have.
-        shared: bytes that all samples share, indices included.
-        each: bytes of one sample.
-        largest: bytes of one sample of the largest matrix, since a copy of it may be needed.
-    """
+    """The bytes of matrices."""
 
     itemsize: int
-    lists: bool
-    most: int = MOST_ENTRIES
-    shared: int = 0
-    each: int = 0
-    largest: int = 0
+    lists: bool  # whether the terms of products are listed, as they are but for compiled CPU loops
+    most: int = MOST_ENTRIES  # entries that a written-out product may have
+    shared: int = 0  # bytes that all samples share, indices included
+    each: int = 0  # bytes of one sample
+    largest: int = 0  # bytes of one sample of the largest matrix, since a copy of it may be needed
     _seen: set[Pattern] = field(default_factory=set)
 
     def note(self, pattern: Pattern, shared: bool, scratch: int = 0) -> None:
