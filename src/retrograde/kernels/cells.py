@@ -251,8 +251,8 @@ class Slopes:
 
     gates: Tensor  # (L, B, K, H): s of every gate, for products with the hidden weights
     keep: Tensor | None  # (L, B, H): the GRU's z, the LSTM's f; None for an RNN
-    # (L, B, H): the GRU's s_n, which replaces s_m in products with the input weights; the LSTM's e,
-    # from h to c; None for an RNN.
+    # (L, B, H): the GRU's s_n, which replaces s_m in products with the input weights. The LSTM's e,
+    # from h to c. None for an RNN.
     inner: Tensor | None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> "Slopes":

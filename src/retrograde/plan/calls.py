@@ -44,8 +44,8 @@ class CallSizes:
     handed_bytes: int = 0  # of that, what the call before made
     # The time of its backward pass, and what recording it takes longer.
     backward_seconds: float = 0.0
-    # Of the gradient of its output, and what its backward pass makes of it before it reads anything
-    # saved, which is held while a group runs again.
+    # The gradient of its output, and what its backward pass makes of that before it reads anything
+    # saved. These are held while a group runs again.
     gradient_bytes: int = 0
     gradient_slack_bytes: int = 0  # of the memory of a gradient that it hands on, beyond its own
     # Whether its input is the caller's, not the output of the call before. No group passes it.

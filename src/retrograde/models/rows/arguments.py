@@ -38,12 +38,8 @@ class _Object:
     inner: "tuple[_Object | None, ...]" = ()
 
 
-@dataclass(frozen=True)
-class Structure:
-    """The structure of arguments of which some are objects."""
-
-    spec: pytree.TreeSpec
-    objects: tuple[_Object | None, ...]
+# The structure of arguments: None for tensors by position, the usual case. Some may be objects.
+_Structure = pytree.TreeSpec | tuple[pytree.TreeSpec, tuple[_Object | None, ...]] | None
 
 
 def _apart(leaf: Any, into: list[Any], known: dict[int, int]) -> _Object | None:
@@ -91,8 +87,7 @@ class Arguments:
         self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, slot: int | str = 0
     ) -> None:
         self.slot = slot
-        # None for positional tensors alone, the usual case
-        self.spec: pytree.TreeSpec | Structure | None = None
+        self.spec: _Structure = None
         self.leaves: list[Any] = [*args]
         if kwargs or not all(isinstance(leaf, Tensor) for leaf in args):
             self.leaves, self.spec = pytree.tree_flatten((args, kwargs or {}))
@@ -103,7 +98,7 @@ class Arguments:
             values, known = list[Any](), dict[int, int]()
             try:
                 objects = tuple(_apart(leaf, values, known) for leaf in self.leaves)
-                self.leaves, self.spec = values, Structure(self.spec, objects)
+                self.leaves, self.spec = values, (self.spec, objects)
             except TypeError as error:
                 self.uncopied = str(error)
 
@@ -223,14 +218,14 @@ def tied(weights: Iterable[Iterable[Tensor]]) -> frozenset[Tensor]:
     return frozenset(p for p, count in users.items() if count > 1)
 
 
-def unflatten(leaves: Sequence[Any], spec: pytree.TreeSpec | Structure | None) -> tuple[Any, Any]:
+def unflatten(leaves: Sequence[Any], spec: _Structure) -> tuple[Any, Any]:
     """Return the arguments and keyword arguments that have some leaves."""
     if spec is None:
         return tuple(leaves), {}
-    if isinstance(spec, Structure):
+    if isinstance(spec, tuple):
         values, made = iter(leaves), dict[int, Any]()
-        leaves = [_together(one, values, made) for one in spec.objects]
-        spec = spec.spec
+        spec, objects = spec
+        leaves = [_together(one, values, made) for one in objects]
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     return args, kwargs
 
