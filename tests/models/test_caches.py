@@ -236,3 +236,65 @@ def test_writes_to_a_table_in_a_cache_are_exact_or_refused():
     except rg.CellError:
         return
     assert same(found, plain)
+
+
+class Streaming(nn.Module):
+    """A layer that keeps its last input, without a gradient, for the next chunk."""
+
+    def __init__(self, _):
+        super().__init__()
+        self.up, self.down = nn.Linear(2 * D, 4 * D), nn.Linear(4 * D, D)
+        self.tail = None
+
+    def forward(self, x, cache=None):
+        before = torch.zeros_like(x[:1]) if self.tail is None else self.tail
+        both = torch.cat([torch.cat([before, x[:-1]]), x], -1)
+        self.tail = x[-1:].detach()
+        return x + self.down(torch.tanh(self.up(both)))
+
+
+class Watched(Block):
+    """A block that leaves what it computes in attributes, to be looked at."""
+
+    def forward(self, x, cache=None):
+        y = super().forward(x)
+        self.seen, self.aux = y.detach(), y.square().mean()
+        return y
+
+
+def passes(model, x, chunks=3):
+    """Gradients of passes over chunks in turn, whose losses are added."""
+    found = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model.zero_grad()
+        for block in model.blocks:
+            block.tail = None
+        loss = sum(model(chunk).square().mean() for chunk in x.chunk(chunks))
+        (loss + sum(getattr(block, "aux", 0.0) for block in model.blocks)).backward()
+        found += [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+        found += [block.tail for block in model.blocks if block.tail is not None]
+    return found
+
+
+@pytest.mark.quick(2)
+@pytest.mark.parametrize("share", ["40%", "70%"])
+@pytest.mark.parametrize("kind", [Streaming, Watched])
+def test_a_state_or_a_loss_in_an_attribute(kind, share):
+    torch.manual_seed(0)
+    model, x = Decoder(kind), torch.randn(192, D)
+    plain = passes(copy.deepcopy(model), x)
+    division = rg.budget(model, memory=share, sample=x[:64])
+    assert not division.refused
+    assert same(passes(model, x), plain)
+
+
+@pytest.mark.parametrize(("kind", "holds"), [(Streaming, True), (Watched, False)])
+def test_only_what_the_next_call_reads_is_noted_before_a_call(kind, holds):
+    model, x = Decoder(kind), torch.randn(64, D)
+    rg.budget(model, memory="70%", sample=x)
+    model(x)
+    (row,) = {row for row, _ in model.blocks[0].__dict__["forward"].places}
+    (known,) = row.plans.kinds._found.values()
+    moving = known.result.units[0].surroundings.moving
+    assert [slot.key for slot in moving] == (["tail"] if holds else [])
