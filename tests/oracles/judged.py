@@ -152,10 +152,15 @@ def same(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def outside(case: Case, batch: Any) -> int:
-    """Bytes of a loss that is not the model's: what it keeps of the output, and its gradient."""
+def outside(case: Case, batch: Any, casts: Callable[[], Any]) -> int:
+    """Bytes beyond a budget: the output of a model that computes its loss itself. Of a loss that is
+    not the model's: what it keeps of the output, and its gradient."""
     if case.loss is None:
-        return 0
+        model, made = copy.deepcopy(case.model), list[int]()
+        model.register_forward_hook(lambda _, given, y: made.append(bytes_of(y)))
+        with torch.no_grad(), casts():
+            case.of(model, batch)
+        return made[-1]
     with torch.no_grad():
         sizes: list[int] = []
         watched = Case(case.model, case.batch, lambda y, t: sizes.append(bytes_of(y)))
@@ -194,7 +199,7 @@ def within(
     except Exception as error:
         return {"outcome": "raw error", "said": place_of(error)}
     found, ordinary = differs(left, expected[0]), expected[1]
-    allowed = division.total_bytes + division.elsewhere_bytes + outside(case, batch)
+    allowed = division.total_bytes + division.elsewhere_bytes + outside(case, batch, casts)
     ours = [str(one.message) for one in told if "retrograde" in one.filename]
     over = taken > allowed + SLACK_BYTES
     right = "near" if found else "exact"
