@@ -75,8 +75,10 @@ def _refuse(name: str, _: Tensor) -> Tensor:
     )
 
 
-def _without_graph(t: Tensor) -> Tensor:
-    return t.detach().requires_grad_(t.requires_grad)
+def _without_graph(value: Any) -> Any:
+    if type(value) in _PLAIN:
+        return value
+    return pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), value)
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,7 @@ class Surroundings:
         """Copy the present surroundings; the copy is empty for a call that depends on none."""
         random = (source.capture() for source in self.sources)
         copies = (buffer.detach().clone() for buffer in self.buffers)
-        values = (pytree.tree_map_only(Tensor, _without_graph, s.read()) for s in self.moving)
-        return (*random, *copies, *values)
+        return (*random, *copies, *(_without_graph(slot.read()) for slot in self.moving))
 
     def restore(self, snapshot: Snapshot) -> None:
         """Restore captured surroundings."""

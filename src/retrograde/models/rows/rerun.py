@@ -157,8 +157,7 @@ class RecomputedCall:
         """Return the arguments, without the graph that they came from, and their ids."""
         values = [one.find(state, self._differs) for one in self.given.each]
         args, kwargs, _ = self.given.enter(values)
-        leaves = Arguments(args, kwargs).leaves
-        return args, kwargs, {id(leaf) for leaf in leaves if isinstance(leaf, Tensor)}
+        return args, kwargs, {*map(id, tensors_in(Arguments(args, kwargs).leaves))}
 
     @contextmanager
     def _again(self) -> Iterator[None]:
