@@ -7,6 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 import retrograde as rg
 from oracles import browser
@@ -80,6 +81,8 @@ SIZES = [(64, 64, 16, 1000), (8, 128, 4, 500), (24, 32, 32, 700)]
 @pytest.mark.quick(1)
 @pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
 def test_a_layer_takes_about_what_the_page_estimates(kind):
+    if kind == "LSTM" and torch.__version__ < "2.13":
+        pytest.skip("torch's own LSTM took twice as much then: the page tells of torch 2.13")
     fits = [
         getattr(rg, kind)(inputs, units, memory=memory).fit((steps, batch, inputs))
         for inputs, units, batch, steps in SIZES
