@@ -45,12 +45,6 @@ def besides_forward(module: nn.Module) -> str | None:
     """Return what a call of a module does that its class's ``forward`` does not; None if nothing.
 
     Only where it is None may anything stand in for the call, such as a compiled loop.
-
-    Example:
-        >>> net = nn.LSTM(3, 4)
-        >>> handle = net.register_forward_hook(print)
-        >>> besides_forward(net), besides_forward(nn.LSTM(3, 4))
-        ('a forward hook', None)
     """
     for table, name in _HOOKS.items():
         if getattr(module, table):

@@ -82,17 +82,12 @@ class Forward:
         self, x: Tensor, state: State, outputs: Tensor, gates: Tensor, cells: Tensor | None = None,
         resets: Resets | None = None,
     ) -> None:  # fmt: skip
-        """Run the layer on inputs x (L, B, I).
+        """Run the layer on inputs x (L, B, I), and write h after each step to ``outputs`` (L, B, H).
 
-        Args:
-            x: the inputs.
-            state: (h,) or (h, c), contiguous; overwritten by the state after. h is (B, H), as an
-                LSTM's c is, and a formula's c (B, N H) has all other parts of the state.
-            outputs: receives h after each step (L, B, H).
-            gates: scratch memory (L, B, K·H), which receives what is kept of gates. That of a cell
-                with one gate and one state may be the same tensor as the outputs.
-            cells: receives what is kept beside them, if something is to be kept.
-            resets: where samples begin anew.
+        ``state`` is (h,) or (h, c), contiguous; it is overwritten by the state after. h is (B, H),
+        as an LSTM's c is, and a formula's c (B, N H) has all other parts of the state. ``gates`` is
+        scratch memory (L, B, K·H), which receives what is kept of gates. Of a cell with one gate
+        and one state it may be the outputs. ``cells`` receives what is kept beside them, if any is.
         """
         linear(x.flatten(0, 1), self.weights.inputs, self.bias, gates.flatten(0, 1))
         none, (bias, hidden), keeps = outputs[:0], self.fixed, cells is not None

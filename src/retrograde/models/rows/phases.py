@@ -51,6 +51,8 @@ class Phases:
         for one in () if first else self.arguments.each:
             one.has_node |= one.wants  # a leaf is only given where the layers before are left out
         self.reruns, self.begun = replace(unit.reruns, counts=False), unit.surroundings.capture()
+        self.before = [(slot, slot.read()) for slot in unit.surroundings.changing]
+        self.lengths = [*map(len, unit.surroundings.growing)]
         self.shown: dict[int, Any] = {}  # by way: fingerprints of result and gradients
         self.state: list[Tensor] = []
         self.result: Any = None
@@ -103,14 +105,24 @@ class Phases:
         return self.arguments.enter(leaves)
 
     def release_result(self) -> None:
-        found = [t for t in tensors_in(self.result) if t.requires_grad]
+        found = [t for t in (*tensors_in(self.result), *self._left()) if t.requires_grad]
         self.like = [(t.shape, t.dtype, t.device) for t in found]
         self.gradient_bytes = sum(t.nbytes for t in found)
         if found:
             with torch.enable_grad():
                 self.root = [get_gradient_edge(Leave.apply(self.seeds, *found))]  # type: ignore[no-untyped-call]
         self.result = None
-        self.unit.surroundings.restore_attributes(self.begun)  # what it left is held elsewhere
+
+    def _left(self) -> list[Tensor]:
+        """Return what the call left with a gradient, which is held elsewhere, and put it back."""
+        found = [t for slot in self.unit.surroundings.left for t in tensors_in(slot.read())]
+        for grown, length in zip(self.unit.surroundings.growing, self.lengths, strict=True):
+            found += tensors_in(grown[length:])
+            del grown[length:]
+        for slot, value in self.before:
+            slot.write(value)
+        self.unit.surroundings.restore_attributes(self.begun)
+        return [t for t in found if t.grad_fn is not None]
 
     def backpropagate(self) -> None:
         root, edges, turned = [*self.root], [*self.edges], self.way == TURNED

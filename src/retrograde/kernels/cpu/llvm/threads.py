@@ -128,12 +128,8 @@ def team_size() -> int:
 def share(loop: Compiled, parts: Sequence[Part], *args: Any, alone: Part | None = None) -> None:
     """Call a compiled ``loop(*args, *part)`` for every part, on the threads of the team.
 
-    Args:
-        loop: what runs a part.
-        parts: the numbers of each part.
-        args: the arguments that all parts have.
-        alone: the whole index range, for one thread. If it is given, each part gets a thread of
-            its own; if there are not so many, one thread runs this part.
+    ``alone`` is the whole index range, for one thread. If it is given, each part gets a thread of
+    its own. If there are not so many, one thread runs this part.
     """
     start, members = _entry() if len(parts) > 1 and not _crew.size else (0, 0)
     if alone is not None:
