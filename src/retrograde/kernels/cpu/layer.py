@@ -82,7 +82,7 @@ class Forward:
         self, x: Tensor, state: State, outputs: Tensor, gates: Tensor, cells: Tensor | None = None,
         resets: Resets | None = None,
     ) -> None:  # fmt: skip
-        """Run the layer on inputs x (L, B, I), and write h after each step to ``outputs`` (L, B, H).
+        """Run the layer on inputs x (L, B, I). ``outputs`` (L, B, H) receives h after each step.
 
         ``state`` is (h,) or (h, c), contiguous; it is overwritten by the state after. h is (B, H),
         as an LSTM's c is, and a formula's c (B, N H) has all other parts of the state. ``gates`` is
