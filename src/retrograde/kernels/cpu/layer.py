@@ -84,8 +84,8 @@ class Forward:
     ) -> None:  # fmt: skip
         """Run the layer on inputs x (L, B, I). ``outputs`` (L, B, H) receives h after each step.
 
-        ``state`` is (h,) or (h, c), contiguous; it is overwritten by the state after. h is (B, H),
-        as an LSTM's c is, and a formula's c (B, N H) has all other parts of the state. ``gates`` is
+        ``state`` is (h,) or (h, c), contiguous. It is overwritten by the state after. h is (B, H),
+        as an LSTM's c is. A formula's c (B, N H) has all other parts of the state. ``gates`` is
         scratch memory (L, B, K·H), which receives what is kept of gates. Of a cell with one gate
         and one state it may be the outputs. ``cells`` receives what is kept beside them, if any is.
         """
