@@ -83,6 +83,7 @@ class Noted(_Watched):
             reruns.weights.add(number)
             self.prints.append(_WEIGHT)
             return
+        reruns.weights.discard(number)
         self.prints.append(fingerprint(t, self.part))
         if not reruns.final.get(number):
             self._unwritten.append((number, t.detach()))
