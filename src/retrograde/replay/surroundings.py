@@ -132,6 +132,7 @@ class Surroundings:
         self.restore_attributes(snapshot)
 
     def restore_attributes(self, snapshot: Snapshot) -> None:
+        """Restore captured attributes alone, which are the last in a snapshot."""
         for slot, value in zip(reversed(self.moving), reversed(snapshot), strict=False):
             slot.write(value)
 

@@ -92,7 +92,7 @@ class Arguments:
         if kwargs or not all(isinstance(leaf, Tensor) for leaf in args):
             self.leaves, self.spec = pytree.tree_flatten((args, kwargs or {}))
         self.args, self.kwargs = unflatten(self.leaves, self.spec)
-        self.given = self.leaves, self.spec
+        self.given = self.leaves, self.spec  # with objects as they are
         self.uncopied: str | None = None
         if self.spec is not None and not all(isinstance(v, (Tensor, *_PLAIN)) for v in self.leaves):
             values, known = list[Any](), dict[int, int]()
