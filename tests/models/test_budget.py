@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import random
+import warnings
 from abc import ABC, abstractmethod
 from collections import deque
 
@@ -699,3 +700,14 @@ def test_a_division_tells_how_much_slower_a_pass_is():
     division = rg.budget(nn.LSTM(8, 8), "30%", torch.randn(50, 2, 8))
     assert division.seconds is division.ordinary_seconds is None
     assert "times" not in str(division)
+
+
+def test_what_is_beyond_ordinary_backpropagation_is_there_for_larger_inputs():
+    layers = [nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 32)) for _ in range(4)]
+    model, x = nn.Sequential(*layers), torch.randn(64, 32)
+    ordinary = rg.budget(model, "100%", x).ordinary_bytes
+    division = rg.budget(model, 2 * ordinary, x)
+    assert [one.budget_bytes for one in division.shares.values()] == [2 * ordinary]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert working_bytes(model, torch.randn(100, 32)) <= 2 * ordinary

@@ -1960,3 +1960,24 @@ def test_few_blocks_are_not_opened_where_the_inputs_of_more_runs_would_be_held(d
     division = rg.budget(Blocks(Widening, depth), "100%", rows_of(256))
     assert [*division.shares] == [f"blocks.0 … blocks.{depth - 1}"]
     assert division.elsewhere_bytes == 0
+
+
+class LastByNumber(nn.Module):
+    """A layer that reads its last output, by its number, in a dict of all."""
+
+    def __init__(self, last, number):
+        super().__init__()
+        self.last, self.number, self.linear = last, number, nn.Linear(16, 16)
+
+    def forward(self, x):
+        y = torch.tanh(self.linear(x + 0.1 * self.last.get(self.number, 0.0)))
+        self.last[self.number] = y.detach()
+        return y
+
+
+def test_reruns_leave_the_keys_of_a_dict_in_their_order():
+    last = {}
+    model, x = nn.Sequential(*(LastByNumber(last, k) for k in range(5))), torch.randn(8, 16)
+    rg.budget(model, "60%", x)
+    model(x).sum().backward()
+    assert [*last] == [*range(5)]

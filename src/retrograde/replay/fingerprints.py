@@ -116,9 +116,9 @@ def _weighted(numbers: NDArray[Any]) -> int:
 @cache
 def _weights(device: torch.device) -> Any:
     """Return an odd number for each column, on a GPU in a tensor."""
-    if device.type == "cpu":
-        return np.arange(_COLUMNS) * 5_308_871_862 + 1
-    return torch.arange(_COLUMNS_ON_A_GPU, device=device) * 5_308_871_862 + 1
+    on_cpu = device.type == "cpu"
+    places = np.arange(_COLUMNS) if on_cpu else torch.arange(_COLUMNS_ON_A_GPU, device=device)
+    return places * 5_308_871_862 + 1
 
 
 def _in_order(t: Tensor) -> Tensor | None:

@@ -66,6 +66,14 @@ class Slot:
         else:
             self.holder[self.key] = value
 
+    def put_back(self, then: dict[Any, Any]) -> None:
+        """Write the value of an earlier copy of the dict, whose keys then come in their order."""
+        self.write(then.get(self.key, ABSENT))
+        keys, order = [*dict.keys(self.holder)], [*then]
+        for key in dict.fromkeys(order + keys) if keys[: len(order)] != order else ():
+            if key in self.holder:
+                self.holder[key] = self.holder.pop(key)
+
 
 def _refuse(name: str, _: Tensor) -> Tensor:
     raise RetrogradeError(
@@ -107,9 +115,8 @@ class Surroundings:
         modes: list[Switch] = []
         for m in self.found.parts():
             modes.append((partial(getattr, m, "training"), partial(setattr, m, "training")))
-            tables: Any = m._parameters, m._buffers
-            of_module = [table for table in tables if isinstance(table, dict)]  # no scripted one's
-            slots = [Slot(table, name, name) for table in of_module for name in table]
+            tables = [t for t in (m._parameters, m._buffers) if isinstance(t, dict)]  # not scripted
+            slots = [Slot(table, name, name) for table in tables for name in table]
             modes += [(slot.read, slot.write) for slot in slots]
         return modes
 
@@ -129,11 +136,7 @@ class Surroundings:
         for source in self.sources:
             source.restore(next(rest))
         copy_back(self.buffers, rest)
-        self.restore_attributes(snapshot)
-
-    def restore_attributes(self, snapshot: Snapshot) -> None:
-        """Restore captured attributes alone, which are the last in a snapshot."""
-        for slot, value in zip(reversed(self.moving), reversed(snapshot), strict=False):
+        for slot, value in zip(self.moving, rest, strict=True):
             slot.write(value)
 
     def cut(self) -> None:
@@ -153,14 +156,14 @@ class Surroundings:
     @contextmanager
     def without_trace(self) -> Iterator[None]:
         """Restore the surroundings after the block."""
-        before, values = self.capture(), [slot.read() for slot in self.changing]
-        lengths = [*map(len, self.growing)]
+        before, lengths = self.capture(), [*map(len, self.growing)]
+        holders = [dict(dict.items(slot.holder)) for slot in self.changing]
         try:
             yield
         finally:
             self.restore(before)
-            for slot, value in zip(self.changing, values, strict=True):
-                slot.write(value)
+            for slot, then in zip(self.changing, holders, strict=True):
+                slot.put_back(then)
             for each, length in zip(self.growing, lengths, strict=True):
                 del each[length:]
 
@@ -239,8 +242,8 @@ def copy_back(tensors: Sequence[Tensor], copies: Iterable[Tensor]) -> None:
 def tensors_in(value: Any) -> list[Tensor]:
     """Return the tensors that a value is, holds, or has as attributes."""
     leaves = pytree.tree_leaves(value)
-    inside = [v for leaf in leaves if hasattr(leaf, "__dict__") for v in vars(leaf).values()]
-    return [leaf for leaf in (*leaves, *inside) if isinstance(leaf, Tensor)]
+    leaves += [v for leaf in leaves if hasattr(leaf, "__dict__") for v in vars(leaf).values()]
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def try_out(

@@ -66,8 +66,7 @@ class Switches:
 
 
 def _same(a: Any, b: Any) -> bool:
-    tensors = isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor)
-    return a is b or (not tensors and bool(a == b))
+    return a is b or not (isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor) or a != b)
 
 
 def _stack(get: Any, push: Any, pop: Any) -> Switch:

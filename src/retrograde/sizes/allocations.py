@@ -326,9 +326,5 @@ def _blocks(events: Sequence[Event]) -> tuple[NDArray[np.int64], NDArray[np.int6
 def _allocations(result: Any) -> list[Event]:
     kind, tree = EventType.Allocation, result.experimental_event_tree()
     # Operations, which have children, are not noted.
-    found = [(one.start_time_ns, one.extra_fields) for one in tree if one.tag == kind]
-    fields = [(moment, one, one.device) for moment, one in found]
-    return [
-        Event(one.alloc_size, one.ptr, moment, place.type, place.index)
-        for moment, one, place in fields
-    ]
+    found = ((one.start_time_ns, one.extra_fields) for one in tree if one.tag == kind)
+    return [Event(x.alloc_size, x.ptr, t, x.device.type, x.device.index) for t, x in found]

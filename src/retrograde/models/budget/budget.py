@@ -379,7 +379,8 @@ def _nothing(model: nn.Module, refused: dict[str, str]) -> str:
 
 
 def _divide(needs: Sequence[Watched], total: int) -> list[int]:
-    """Return each part's budget: its least, and the largest share λ of the rest that fits."""
+    """Return each part's budget: its least, and the largest share λ of the rest that fits. Layers
+    get what is left beyond ordinary backpropagation's."""
     fits = range(_FINENESS + 1)
 
     def parts(share: int) -> list[int]:
@@ -388,4 +389,8 @@ def _divide(needs: Sequence[Watched], total: int) -> list[int]:
     def used(share: int) -> int:
         return sum(one.used(part) for one, part in zip(needs, parts(share), strict=True))
 
-    return parts(bisect_right(fits, total, key=used) - 1)
+    share = bisect_right(fits, total, key=used) - 1
+    found = parts(share)
+    if share == _FINENESS and needs[-1].called_rows:  # another input may take more than the sample
+        found[-1] += (total - used(share)) // needs[-1].calls.total()
+    return found

@@ -121,7 +121,6 @@ class Phases:
             del grown[length:]
         for slot, value in self.before:
             slot.write(value)
-        self.unit.surroundings.restore_attributes(self.begun)
         return [t for t in found if t.grad_fn is not None]
 
     def backpropagate(self) -> None:
