@@ -42,7 +42,7 @@ def drawn(seed):
         calls.append(
             CallSizes(
                 before, after, forward, 1 + draw.random(), ways, noted,
-                gradient_bytes=draw.choice([0, after]),
+                gradient_bytes=draw.choice([0, after]), packed_bytes=draw.choice([0, 0, 1]),
             )
         )  # fmt: skip
     return calls

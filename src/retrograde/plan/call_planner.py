@@ -79,7 +79,7 @@ class _Moves:
                     self.runs[at] = max(before, last.forward_bytes + given)
                 for is_held in (0, 1):
                     ways = (peak for *_, peak in self.ways(i, k, is_held))
-                    groups = self.groups(i, k, is_held)[2]
+                    groups = self.groups(i, k, is_held)[3]
                     self.least[is_held, at] = min(*ways, groups.min(initial=np.inf), np.inf)
 
     @property
@@ -109,17 +109,17 @@ class _Moves:
                 behind = self.least[int(way.keeps_output), self.cell(i + 1, k)]
             yield at, taken, max(first, base + way.backward_bytes, taken + behind)
 
-    def groups(self, i: int, k: int, is_held: int) -> tuple[_Ints, _Ints, NDArray[np.float64]]:
-        """Return the ends of groups that begin with call i, what they hold, and least peaks."""
+    def groups(self, i: int, k: int, is_held: int) -> tuple[_Ints, _Ints, int, NDArray[np.float64]]:
+        """Return the ends of groups that begin with call i, what they hold, what they take more
+        while they run again, and least peaks."""
         outer, last = k == len(self.calls), min(k, self.until[i] + 1)
         js = np.arange(i + 2, last if self.kinds.inputs or is_held else 0)
         waits = 0 if outer else self.calls[k - 1].gradient_bytes
-        taken = (0 if is_held else self.calls[i].input_bytes) + (
-            self.noted[js] - self.noted[i]
-        ) * outer
+        held, more = self.calls[i].group_bytes(is_held)
+        taken = held + (self.noted[js] - self.noted[i]) * outer
         own = self.cell(i, js)
-        inside = np.maximum(waits + self.runs[own], self.least[1, own])
-        return js, taken, taken + np.maximum(inside, self.least[0, self.cell(js, k)])
+        inside = more + np.maximum(waits + self.runs[own], self.least[1, own])
+        return js, taken, more, taken + np.maximum(inside, self.least[0, self.cell(js, k)])
 
 
 class _Fastest:
@@ -158,7 +158,8 @@ class _Fastest:
             column(lambda _, way: int(way.keeps_output)),
             dropped.astype(int),
             moves.seconds,
-            parts(given[:, 0]),
+            parts(np.array([[c.group_bytes(held)[0] for c in self.calls] for held in (0, 1)])),
+            levels(np.array([call.group_bytes(0)[1] for call in self.calls])),
             levels(moves.runs),
             moves.until,
             moves.start,
@@ -194,17 +195,17 @@ class _Fastest:
                     if i + 1 < k:
                         behind = self.seconds(i + 1, k, call.ways[at].keeps_output, room - taken)
                     options.append((more[at] + behind, i + 1, at, taken))
-            js, held, peaks = self.moves.groups(i, k, is_held)
+            js, held, extra, peaks = self.moves.groups(i, k, is_held)
             js, held = js[peaks <= room], held[peaks <= room]
             if len(js):
-                totals = self.seconds(i, js, True, room - held)
+                totals = self.seconds(i, js, True, room - held - extra)
                 totals += self.seconds(js, k, False, room - held)
                 totals += 0 if outer else run[js] - run[i]
                 best = totals.argmin()
                 options.append((totals[best], int(js[best]), -1, int(held[best])))
             _, stop, way, taken = min(options)
             room -= taken
-            inside = self.plan(i, stop, room) if way < 0 else ()
+            inside = self.plan(i, stop, room - extra) if way < 0 else ()
             parts.append(Part(i, stop, max(way, 0), inside))
             i, is_held = stop, int(way >= 0 and call.ways[way].keeps_output)
         return tuple(parts)

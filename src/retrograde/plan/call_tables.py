@@ -28,18 +28,19 @@ def _lower(row: _Row, behind: _Row, seconds: np.float32, need: int, held: float)
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def fill(
     after: _Reals, first: _Ints, back: _Ints, more: _Reals, keeps: _Ints, dropped: _Ints,
-    forward: _Reals, given: _Reals, runs: _Ints, until: _Ints, start: _Ints, offset: _Ints,
-    noted: _Ints, waits: _Ints, inputs: bool, tapes: bool, best: NDArray[np.float32],
+    forward: _Reals, given: _Reals, extra: _Ints, runs: _Ints, until: _Ints, start: _Ints,
+    offset: _Ints, noted: _Ints, waits: _Ints, inputs: bool, tapes: bool, best: NDArray[np.float32],
 ) -> None:  # fmt: skip
     """Fill ``best``, of shape (2, rows, levels), by the recurrence.
 
     The first index says whether the input is held already. ``after``, ``first`` and ``back``, of
     shape (2, calls, ways), are what a way holds, and its peaks. ``more`` (3, calls, ways) are the
     seconds of a way outside groups, in one, and at its end. ``keeps`` and ``dropped`` are flags.
-    ``forward`` and ``noted`` are sums over the calls before. ``runs`` (ranges) are peaks of running
-    calls in turn. ``until`` is the last end of a group, and ``start`` the first call of the ranges
-    with an end. Calls i … k − 1 are range ``offset[k] + i``. ``waits`` is the gradient at each
-    call's end. ``inputs`` and ``tapes`` are those of
+    ``given`` (2, calls) is what a group holds of its first input, and ``extra`` what it takes more
+    when it runs again. ``forward`` and ``noted`` are sums over the calls before. ``runs`` (ranges)
+    are peaks of running calls in turn. ``until`` is the last end of a group, and ``start`` the
+    first call of the ranges with an end. Calls i … k − 1 are range ``offset[k] + i``. ``waits`` is
+    the gradient at each call's end. ``inputs`` and ``tapes`` are those of
     :class:`~retrograde.plan.call_planner.MayKeep`.
     """
     _, count, ways = more.shape
@@ -53,11 +54,12 @@ def fill(
             group[:] = np.inf
             for j in range(i + 2, min(k, until[i] + 1)):
                 shift = noted[j] - noted[i] if outer else 0
-                need = shift + runs[offset[j] + i] + wait
+                inner = shift + extra[i]
+                need = inner + runs[offset[j] + i] + wait
                 seconds = np.float32(0.0 if outer else forward[j] - forward[i])
                 left, right = best[1, offset[j] + i], best[0, offset[k] + j]
                 for m in range(max(0, need), levels):
-                    group[m] = min(group[m], seconds + left[m - shift] + right[m - shift])
+                    group[m] = min(group[m], seconds + left[m - inner] + right[m - shift])
             for held in range(2):
                 row = best[held, here]
                 row[:] = np.inf
@@ -76,4 +78,4 @@ def fill(
                         row[m] = min(row[m], total)
                 if not (inputs or held):
                     continue
-                _lower(row, group, np.float32(0.0), 0, 0.0 if held else given[i])
+                _lower(row, group, np.float32(0.0), 0, given[held, i])

@@ -48,8 +48,15 @@ class CallSizes:
     # saved. These are held while a group runs again.
     gradient_bytes: int = 0
     gradient_slack_bytes: int = 0  # of the memory of a gradient that it hands on, beyond its own
+    packed_bytes: int = 0  # of its input as bits, as which a group holds zeros and ones; else 0
     # Whether its input is the caller's, not the output of the call before. No group passes it.
     starts_row: bool = False
+
+    def group_bytes(self, is_held: bool | int) -> tuple[int, int]:
+        """Return what a group holds of its first input, and what it takes more while it runs
+        again."""
+        given = 0 if is_held else self.input_bytes
+        return (self.packed_bytes, self.input_bytes) if self.packed_bytes else (given, 0)
 
     def beside(self, more: int) -> "CallSizes":
         """Return the sizes if others keep some bytes from its forward pass until it goes back."""
@@ -133,7 +140,8 @@ def peak_of(calls: Sequence[CallSizes], parts: Sequence[Part], *, grouped: bool 
         way = calls[part.start].ways[part.way]
         if part.parts:
             inside = peak_of(calls, part.parts, grouped=True)
-            most = base + max(waits + _runs(calls[part.start : part.stop]), inside)
+            more = calls[part.start].group_bytes(False)[1]
+            most = base + more + max(waits + _runs(calls[part.start : part.stop]), inside)
         elif part is parts[-1] and grouped and way.dropped:
             most = base + way.backward_bytes
         else:
@@ -158,7 +166,7 @@ def _held(
         before = held + (0 if is_held else call.input_bytes)
         if part.parts:
             noted = 0 if grouped else sum(c.noted_bytes for c in calls[part.start : part.stop])
-            base = held = before + noted
+            base = held = held + call.group_bytes(is_held)[0] + noted
             is_held = False
         else:
             base = before if way.keeps_input else held

@@ -1,5 +1,6 @@
 """Masks of dropout on a CPU: by a hash, for :mod:`retrograde.recurrent.dropout`, and as bits."""
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -78,13 +79,26 @@ def packed(zeros_and_ones: Tensor) -> Tensor:
     return bits
 
 
+def packed_spikes(t: Tensor) -> Tensor | None:
+    """Return a contiguous tensor of zeros and ones as bits; None if it has other numbers."""
+    flat, one = _whole_numbers(t.detach()), _one(t.dtype)
+    chunks = (flat[at : at + _CHUNK] for at in range(0, len(flat), _CHUNK))
+    is_so = all(np.count_nonzero(some) == np.count_nonzero(some == one) for some in chunks)
+    return packed(t) if is_so else None
+
+
 def unpack_into(bits: Tensor, target: Tensor) -> Tensor:
     """Write the bits as zeros and ones into a contiguous tensor, and return it."""
-    flat, one, known = _whole_numbers(target), _whole_numbers(target.new_ones(1)), bits.numpy()
+    flat, one, known = _whole_numbers(target), _one(target.dtype), bits.numpy()
     for at in range(0, len(flat), _CHUNK):
         some = flat[at : at + _CHUNK]
         np.multiply(np.unpackbits(known[at // 8 :], count=len(some)), one, out=some)
     return target
+
+
+@cache
+def _one(dtype: torch.dtype) -> NDArray[Any]:
+    return _whole_numbers(torch.ones(1, dtype=dtype, device="cpu"))
 
 
 def _whole_numbers(t: Tensor) -> NDArray[Any]:

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from retrograde.models.lean.recipes import overwritten
+from retrograde.models.lean.tape import LEAST_BYTES
 from retrograde.replay.fingerprints import Fingerprint, fingerprint, verify
 from retrograde.replay.surroundings import version
 from retrograde.sizes.cache import signature
@@ -123,6 +124,31 @@ class Arguments:
         )
 
 
+class _Spikes:
+    """A tensor of zeros and ones, as spiking layers make them, held as bits."""
+
+    def __init__(self, t: Tensor, bits: Tensor) -> None:
+        self.bits, self.like = bits, (t.shape, t.dtype)
+
+    def open(self) -> Tensor:
+        from retrograde.kernels.cpu.masks import unpack_into
+
+        shape, dtype = self.like
+        return unpack_into(self.bits, torch.empty(shape, dtype=dtype, device="cpu"))
+
+
+def packed(t: Any) -> Any:
+    """Return a tensor of zeros and ones as bits, and anything else as it is."""
+    if type(t) is not Tensor or not (t.is_cpu and t.is_floating_point() and t.is_contiguous()):
+        return t
+    if t.nbytes < LEAST_BYTES or t._is_zerotensor() or t.is_neg():
+        return t
+    from retrograde.kernels.cpu.masks import packed_spikes
+
+    bits = packed_spikes(t)
+    return t if bits is None else _Spikes(t, bits)
+
+
 class RerunArgument:
     """An argument. Where the row has the tensor, there is no value, but its ``place`` in the result
     of the call before, and its fingerprint."""
@@ -146,6 +172,13 @@ class RerunArgument:
         self.print, self.turn = fingerprint(self.value, turn), turn
         self.value, self.place = None, place
 
+    def pack(self, made: Sequence[Tensor | None]) -> int:
+        """Hold what the call before made as bits, if that is possible. Return the bytes of them."""
+        if self.source is None or all(self.source() is not t for t in made):
+            return 0
+        self.value = packed(self.value)
+        return self.value.bits.nbytes if isinstance(self.value, _Spikes) else 0
+
     def is_overwritten(self) -> bool:
         return isinstance(self.value, Tensor) and version(self.value) != self.version
 
@@ -155,8 +188,9 @@ class RerunArgument:
         if self.is_overwritten():
             raise overwritten(self.value.shape, version(self.value), self.version)
         if not self.is_hidden():
-            return self.value
-        found = state[self.place]
+            return self.value.open() if isinstance(self.value, _Spikes) else self.value
+        found: Any = state[self.place]
+        found = found.open() if isinstance(found, _Spikes) else found
         assert found is not None
         verify(self.print, found, differs, self.turn)
         return found

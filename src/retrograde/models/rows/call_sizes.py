@@ -7,7 +7,7 @@ of its parameters. It leaves no trace.
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -18,9 +18,16 @@ from torch.nn.parameter import is_lazy
 
 from retrograde.errors import BudgetError, NotExactError
 from retrograde.machine import MEASURING, now, tell
-from retrograde.models.rows.arguments import Arguments, ResultBytes, tensors_in
+from retrograde.models.rows.arguments import Arguments, ResultBytes, packed, tensors_in
 from retrograde.models.rows.phases import RERUN_BYTES, TURNED, Phases, Weights
-from retrograde.models.rows.rerun import DROPPED, DROPPED_LEAN, KEPT, LEAN, Recomputable
+from retrograde.models.rows.rerun import (
+    DROPPED,
+    DROPPED_LEAN,
+    KEPT,
+    LEAN,
+    Recomputable,
+    RecomputedCall,
+)
 from retrograde.models.rows.trials import architecture_key, options_key, parts_of, tensors_of
 from retrograde.plan.call_planner import fastest, least
 from retrograde.plan.calls import (
@@ -72,18 +79,17 @@ class PassMeasurements:
         made: Sequence[Tensor | None] | None,
     ) -> Iterator[list[str]]:  # fmt: skip
         """Notice, of a call whose sizes depend on data, if it takes more than any before (rule 12).
-        Then it is measured anew, and its name is in the list that the block gets."""
+        Then it is measured anew, and its name is in the list that the block gets. The block may put
+        it there itself."""
         grew = list[str]()
-        if at not in self.most:
+        with ResultBytes() if at in self.most else nullcontext() as found:
             yield grew
-            return
-        with ResultBytes() as found:
-            yield grew
-        if found.nbytes <= self.most[at] * _ALIKE + self.raw[at].noted_bytes:
+        more = found and found.nbytes > self.most[at] * _ALIKE + self.raw[at].noted_bytes
+        if not (more or grew):
             return
         with MEASURING:
             self.raw[at] = Plans().measure(self.units[at], layers, given, made, self.tied)
-            self.most[at] = found.nbytes
+            self.most |= {at: found.nbytes} if found else {}
             every = [*zip(self.units, self.raw, strict=True)]
             self.units, self.sizes, self.raw = [], [], []
             for one in every:
@@ -91,7 +97,13 @@ class PassMeasurements:
             self.settle()
             self.plans.clear()
             vars(self).pop("least_bytes", None)
-        grew.append(self.units[at].name)
+        grew[:] = [self.units[at].name]
+
+    def is_whole(self, at: int, call: RecomputedCall | None, made: Sequence[Tensor | None]) -> bool:
+        """Return whether a call was measured with an input as bits, and has another one."""
+        if not self.raw[at].packed_bytes or (call is not None and call.packed):
+            return False
+        return all(packed(t) is t for t in made)
 
     def add(self, unit: Recomputable, found: CallSizes) -> None:
         """Add the next call. What it hands on of what the call before made is held throughout. A
@@ -252,6 +264,7 @@ class Plans:
         for the first call. One that lies in memory of that call's own input is None."""
         parts, first = parts_of(layers), made is None
         kind = given.kind(), *(t in tied for t in unit.reads if tied)
+        kind += () if first else tuple(packed(t) is t for t in made or ())
         made = tensors_in(given.state) if made is None else made
         memory = first or tuple(t if t is None else t.untyped_storage().nbytes() for t in made)
         key = architecture_key(parts), kind, memory
@@ -364,5 +377,6 @@ def _sizes(one: Phases, found: Sequence[Phase], seconds: dict[int, float]) -> Ca
         handed_bytes=one.handed,
         gradient_bytes=max(waits, one.gradient_bytes) + _MARK_BYTES,
         gradient_slack_bytes=one.apart,
+        packed_bytes=one.packed,
         backward_seconds=max(0.0, seconds[KEPT] - seconds[_FORWARD]),
     )

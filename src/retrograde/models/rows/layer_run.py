@@ -252,6 +252,8 @@ class LayerRun:
                 else:
                     run = now.calls.run
                     result, now.last = run(at, now.kind.units[at], forward, given, made, now.last)
+                    if grew is not None and now.kind.is_whole(at, now.last, made):
+                        grew.append("")
             if grew:
                 self.joint_plan.grows(now.kind.units[at].name, now.kind)
             if self.sample is not None:

@@ -63,7 +63,7 @@ class Phases:
         self.for_caller: list[Tensor | None] = []
         self.reorders_gradient = [False, False]
         self.aliases_input = False
-        self.handed = self.apart = self.gradient_bytes = 0
+        self.handed = self.apart = self.gradient_bytes = self.packed = 0
 
     def begin(self, way: int = KEPT) -> None:
         self.way = way
@@ -92,7 +92,10 @@ class Phases:
             wanted.clear()
             row, given = RunningPlan((Part(0, 1, max(self.way, KEPT)),)), Arguments(args, kwargs)
             unit = replace(self.unit, forward=self._again, reruns=self.reruns)
-            self.result, _ = row.run(0, unit, partial(do_most, self.unit), given, (), None)
+            made = [t for t, n in zip(given.leaves, self.places, strict=True) if n is not None]
+            forward, made = partial(do_most, self.unit), [] if self.first else made
+            self.result, call = row.run(0, unit, forward, given, made, None)
+            self.packed = (call and call.packed) or self.packed
 
     def _again(self, *args: Any, **kwargs: Any) -> Any:
         torch.empty(RERUN_BYTES, dtype=torch.uint8, device=self.device)  # marks when it runs again

@@ -25,7 +25,13 @@ from retrograde.errors import NotExactError, RetrogradeError
 from retrograde.models.lean import recipes
 from retrograde.models.lean.lean import lean as lean_pass
 from retrograde.models.lean.tape import LeanTape
-from retrograde.models.rows.arguments import Arguments, RerunArguments, ResultBytes, tensors_in
+from retrograde.models.rows.arguments import (
+    Arguments,
+    RerunArguments,
+    ResultBytes,
+    packed,
+    tensors_in,
+)
 from retrograde.models.rows.checks import Compared, Noted, Reruns
 from retrograde.plan.calls import Part
 from retrograde.replay.surroundings import Surroundings, Values, version
@@ -120,6 +126,7 @@ class RecomputedCall:
         self.noted = Noted(unit.reruns)
         self.versions = [version(t) for t in unit.reads]
         self.state: State = []  # the result of the call before it, while the row has it
+        self.packed: int | None = None  # the bytes of bits that it holds in place of tensors
         self.before: RecomputedCall | None = None  # the call before it, which must live as long
         self.marks, self.then = unit.surroundings.marks(), unit.surroundings.capture()
 
@@ -365,8 +372,10 @@ class RunningPlan:
         if call is not None and grouped:
             call.before = before
             self.calls[number] = ref(call)
-            if number != (0 if part is None else part.start):
-                call.hide(made)
+        if call is not None and grouped and number != (0 if part is None else part.start):
+            call.hide(made)
+        elif call is not None:
+            call.packed = sum(one.pack(made) for one in call.given.each)
         return result, call
 
     def _refuse_second(self, unit: Recomputable) -> None:
@@ -419,6 +428,7 @@ class RunningPlan:
             call.state, call.lean = state, one.way == DROPPED_LEAN
             if one is done[-1]:
                 return
+            call.state = [*map(packed, state)]
             for k in range(one.start, one.stop):
                 state = self._handed(k + 1, self._call(k).advance(state))
 
