@@ -178,11 +178,9 @@ def examine(
 
 
 def later_state(core: StepCore, inputs: Inputs, state: Tensors) -> Tensors:
-    """Return a state of the form that later steps have, to measure them by.
-
-    Steps are run until no further part of the state requires a gradient. If the state has one
-    precision before a step and another after it, the larger one is taken (rule 7).
-    """
+    """Return a state of the form that later steps have, to measure them by. Steps are run until no
+    further part of the state requires a gradient. If the state has one precision before a step and
+    another after it, the larger one is taken (rule 7)."""
     first: Tensors = state
     if not core.fused:
         with core.surroundings.measured():
@@ -244,11 +242,9 @@ def changes_structure(result: Result, given: Tensors, spec: Structure) -> bool:
 
 @dataclass
 class _Trying:
-    """A trial of a cell: one step, or two if the first one changes the state's structure.
-
-    It finds which parts of the state the cell writes to. The core clones these before each step.
-    Raises CellError if the cell writes to an input, or changes the state's structure again.
-    """
+    """A trial of a cell: one step, or two if the first one changes the state's structure. It finds
+    which parts of the state the cell writes to. The core clones these before each step. Raises
+    CellError if the cell writes to an input, or changes the state's structure again."""
 
     cell: Cell
     inputs: Tensors

@@ -78,11 +78,9 @@ def scan(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, chunk: in
 
 
 def products(chunks: Slopes, hidden: Tensor, losses: Tensor | None) -> Tensor:
-    """Return the result of the first phase, (C, B, n + 1, n).
-
-    It has for each chunk the product of Jacobians P, and d as the last row. A gradient g after a
-    chunk is g P + d before it. The slopes are (C, L, B, …), ``losses`` (C, L, B, H) or None.
-    """
+    """Return the result of the first phase, (C, B, n + 1, n). It has for each chunk the product of
+    Jacobians P, and d as the last row. A gradient g after a chunk is g P + d before it. The slopes
+    are (C, L, B, …), ``losses`` (C, L, B, H) or None."""
     count, length, samples, _, size = chunks.gates.shape
     n = size * (2 if chunks.gates.shape[-2] == 4 else 1)
     like = chunks.gates
@@ -96,11 +94,9 @@ def products(chunks: Slopes, hidden: Tensor, losses: Tensor | None) -> Tensor:
 
 
 def trusted(rows: Tensor, after: Tensor) -> bool:
-    """Return whether the gradients of :func:`carry` are exact up to rounding; warn if not.
-
-    Rounding errors grow with the terms |g| |P|. So the terms must be finite, and not far larger
-    than the largest gradient.
-    """
+    """Return whether the gradients of :func:`carry` are exact up to rounding; warn if not. Rounding
+    errors grow with the terms |g| |P|. So the terms must be finite, and not far larger than the
+    largest gradient."""
     found = (after.abs().unsqueeze(-2) @ rows[..., :-1, :].abs()).amax()
     sizes = torch.maximum(after.abs().amax(), rows[..., -1, :].abs().amax())
     terms, largest = torch.stack([found, sizes]).tolist()
@@ -170,10 +166,8 @@ def _step(step: Slopes, hidden: Tensor, g: Tensor) -> Tensor:
 def in_chunks(
     slopes: Slopes, dy: Tensor | None, rest: int, chunk: int
 ) -> tuple[Slopes, Tensor | None]:
-    """Return views of slopes and losses with chunks as the first dimension.
-
-    ``dy`` has ``rest`` more steps at its beginning, which are skipped.
-    """
+    """Return views of slopes and losses with chunks as the first dimension. ``dy`` has ``rest``
+    more steps at its beginning, which are skipped."""
 
     def cut(t: Tensor) -> Tensor:
         found: Tensor = t.unflatten(0, (-1, chunk))

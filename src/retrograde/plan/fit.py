@@ -180,9 +180,8 @@ class Footprint:
 
 @lru_cache(8)
 class _Sizes:
-    """The curves of a footprint that a search reads, each computed once for a number of steps.
-
-    A plan's last ranges are shorter. If a shorter one was measured to take more, ``core`` has that.
+    """The curves of a footprint that a search reads, each computed once for a number of steps. A
+    plan's last ranges are shorter. If a shorter one was measured to take more, ``core`` has that.
     """
 
     def __init__(self, footprint: Footprint) -> None:

@@ -130,11 +130,9 @@ def one_by_one(
 
 
 def laid_out(net: Layers, *, apart: bool = False) -> Layers:
-    """Return layers whose weights are in the vendor's layout.
-
-    All weights are laid out together, or with ``apart`` each layer's by itself. Gradients flow back
-    to the given weights. Weights that are in that layout already are returned as they are.
-    """
+    """Return layers whose weights are in the vendor's layout. All weights are laid out together, or
+    with ``apart`` each layer's by itself. Gradients flow back to the given weights. Weights that
+    are in that layout already are returned as they are."""
     if not copied_bytes(net, apart=apart):
         return net
     weights: Tensors = []

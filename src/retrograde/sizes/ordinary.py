@@ -126,11 +126,9 @@ def ordinary_bytes(
     like: Callable[[Tensor], Tensor] = torch.ones_like,
     by: Callable[..., Any] = measure_pass,
 ) -> Any:
-    """Return the working bytes, forward and backward, of ordinary backpropagation.
-
-    It runs through the first ``steps`` steps. The gradient, made by ``like``, starts at the
-    outputs, and if ``whole`` at the final state too. Another measure may be taken ``by`` the way.
-    """
+    """Return the working bytes, forward and backward, of ordinary backpropagation. It runs through
+    the first ``steps`` steps. The gradient, made by ``like``, starts at the outputs, and if
+    ``whole`` at the final state too. Another measure may be taken ``by`` the way."""
     # Allocated here, not by the caller.
     numbers = inputs[0:steps][-1:] if core.output_is_total else []
     roots: Tensors = []

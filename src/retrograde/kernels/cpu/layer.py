@@ -44,10 +44,8 @@ def _own(weights: Weights) -> Reals:
 
 
 class Forward:
-    """A layer's forward pass for B samples, one range of steps at each call.
-
-    Without ``in_panels`` there is no copy of the weights, which is slower for small layers.
-    """
+    """A layer's forward pass for B samples, one range of steps at each call. Without ``in_panels``
+    there is no copy of the weights, which is slower for small layers."""
 
     def __init__(self, weights: Weights, samples: int, *, in_panels: bool = True) -> None:
         self.weights, gates = weights, weights.form.gates
@@ -274,11 +272,9 @@ _LARGE = 2**18
 
 
 def _readable(w: Tensor, rows: int) -> Tensor:
-    """Return a matrix (R, N) for products with ``rows`` rows.
-
-    It is in panels, unless copying does not pay: it is then returned as (1, R, N). That is so if it
-    is small, its rows are whole vectors, and each of its numbers is read only once.
-    """
+    """Return a matrix (R, N) for products with ``rows`` rows. It is in panels, unless copying does
+    not pay: it is then returned as (1, R, N). That is so if it is small, its rows are whole
+    vectors, and each of its numbers is read only once."""
     is_plain = _is_plain(rows, *w.shape) and w.is_contiguous()
     return w.detach().unsqueeze(0) if is_plain else panels(w)[0]
 

@@ -23,11 +23,9 @@ from retrograde.kernels.cpu.llvm.lanes import (
 def gru_slopes(
     inputs: Reals, hidden: Reals, before: Reals, keep: Reals, inner: Reals, first: int, last: int
 ) -> None:
-    """Compute a GRU's slopes for rows first … last − 1.
-
-    ``inputs`` and ``hidden`` are the two parts of the sums that enter the gates. ``hidden`` is
-    overwritten by s_r, s_z and s_m. ``inner`` receives s_n, and ``keep`` receives z.
-    """
+    """Compute a GRU's slopes for rows first … last − 1. ``inputs`` and ``hidden`` are the two parts
+    of the sums that enter the gates. ``hidden`` is overwritten by s_r, s_z and s_m. ``inner``
+    receives s_n, and ``keep`` receives z."""
     size = before.shape[1]
     x, u, h = inputs.reshape(-1), hidden.reshape(-1), before.reshape(-1)
     kept, s_n = keep.reshape(-1), inner.reshape(-1)

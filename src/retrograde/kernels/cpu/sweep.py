@@ -60,10 +60,8 @@ def in_parts(hidden: Tensor, samples: int) -> Tensor:
 def sweep(
     slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, resets: Resets | None = None
 ) -> Tensor:
-    """Do the same as :func:`retrograde.kernels.sweep.sweep`, for either dtype on a CPU.
-
-    The hidden weights may be :func:`in_parts`, or :func:`as_they_lie`.
-    """
+    """Do the same as :func:`retrograde.kernels.sweep.sweep`, for either dtype on a CPU. The hidden
+    weights may be :func:`in_parts`, or :func:`as_they_lie`."""
     samples, size = slopes.gates.shape[1], slopes.gates.shape[3]
     g = g.clone(memory_format=torch.contiguous_format)
     hidden = hidden if hidden.dim() == 4 else in_parts(hidden, samples)

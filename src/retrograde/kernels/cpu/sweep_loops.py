@@ -22,10 +22,8 @@ from retrograde.kernels.cpu.llvm.tiles import PANEL, product, whole_vectors
 
 
 class SweepArrays(NamedTuple):
-    """The arrays of :class:`retrograde.kernels.cells.Slopes`, the weights and the losses.
-
-    With chunks they are (C, L, B, …). An array that is absent has no steps.
-    """
+    """The arrays of :class:`retrograde.kernels.cells.Slopes`, the weights and the losses. With
+    chunks they are (C, L, B, …). An array that is absent has no steps."""
 
     gates: Reals  # (L, B, K·H), overwritten by the gates' gradients
     keep: Reals  # (L, B, H)
@@ -37,10 +35,8 @@ class SweepArrays(NamedTuple):
 
 
 def room_for_products(size: int, parts: int) -> int:
-    """Return the size of a thread's ``room`` for products of Jacobians.
-
-    A state has one part of H units, or two for (h, c).
-    """
+    """Return the size of a thread's ``room`` for products of Jacobians. A state has one part of H
+    units, or two for (h, c)."""
     rows = parts * size + 1
     matrices = parts * -(-size // PANEL) * size * PANEL
     return matrices + rows * (int(whole_vectors(size)) + (2 * size if parts == 2 else 0))
@@ -51,11 +47,9 @@ def sweep(
     of: SweepArrays, g: Reals, room: Reals, units: Counts, by_units: bool, meeting: Counts,
     first: int, last: int,
 ) -> None:  # fmt: skip
-    """Sweep samples, or parts of the units, first … last − 1.
-
-    ``g`` (B, n), the gradient after the last step, is overwritten by that before step 0. ``room``
-    (P, B, W) holds whole vectors of the units of a part.
-    """
+    """Sweep samples, or parts of the units, first … last − 1. ``g`` (B, n), the gradient after the
+    last step, is overwritten by that before step 0. ``room`` (P, B, W) holds whole vectors of the
+    units of a part."""
     gates, keep, losses, (samples, state) = of.gates, of.keep, of.losses, g.shape
     width = gates.shape[2]
     size = state // 2 if width == 2 * state else state  # an LSTM's state is (h, c)
@@ -102,10 +96,8 @@ def sweep_chunks(
     of: SweepArrays, after: Reals, units: Counts, meeting: Counts, rooms: Reals, number: int,
     first: int, last: int,
 ) -> None:  # fmt: skip
-    """Sweep chunks first … last − 1, each from the gradient ``after`` it (C, B, n).
-
-    ``units`` has one part, and each thread's of ``rooms`` (1, B, W) whole vectors.
-    """
+    """Sweep chunks first … last − 1, each from the gradient ``after`` it (C, B, n). ``units`` has
+    one part, and each thread's of ``rooms`` (1, B, W) whole vectors."""
     for c in range(first, last):
         own = SweepArrays(
             of.gates[c], of.keep[c], of.inner[c], of.losses[c], of.hidden, of.starts, of.to_entry
@@ -117,10 +109,8 @@ def sweep_chunks(
 def products(
     of: SweepArrays, rows: Reals, rooms: Reals, number: int, first: int, last: int
 ) -> None:
-    """Write the products P, and d, of chunks first … last − 1 to ``rows`` (C, B, n + 1, n).
-
-    An LSTM's Jacobian has two factors: d = g_c + g_h e; g_h ← d a + g_h (s_o U_o); g_c ← d f.
-    """
+    """Write the products P, and d, of chunks first … last − 1 to ``rows`` (C, B, n + 1, n). An
+    LSTM's Jacobian has two factors: d = g_c + g_h e; g_h ← d a + g_h (s_o U_o); g_c ← d f."""
     (_, length, samples, width), hidden, room = of.gates.shape, of.hidden, rooms[number]
     state, (parts, _, panel) = rows.shape[3], hidden.shape
     is_lstm, count = width == 2 * state, state + 1
@@ -167,10 +157,8 @@ def _identity(row: Reals) -> None:
 
 @compiled
 def _sum_scaled(gates: Reals, hidden: Reals, first: int, last: int, out: Reals) -> None:
-    """Write Σ_k diag(gates_k) U_k to ``out``, for gates first … last − 1 of ``gates`` (K·H,).
-
-    All matrices are in panels.
-    """
+    """Write Σ_k diag(gates_k) U_k to ``out``, for gates first … last − 1 of ``gates`` (K·H,). All
+    matrices are in panels."""
     size = out.shape[1]
     out[:] = 0
     for p in range(out.shape[0]):

@@ -50,10 +50,8 @@ _INTERPRETED = 232_448
 
 
 def sweep(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor) -> Tensor:
-    """Do the same as :func:`retrograde.kernels.sweep.sweep`, for float32.
-
-    It is one launch for up to 128 units, and a :class:`WideSweep` beyond.
-    """
+    """Do the same as :func:`retrograde.kernels.sweep.sweep`, for float32. It is one launch for up
+    to 128 units, and a :class:`WideSweep` beyond."""
     length, _, _, size = slopes.gates.shape
     if size > LARGEST_SIZE:
         return WideSweep(hidden).sweep(slopes, dy, g)
@@ -61,11 +59,9 @@ def sweep(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor) -> Tenso
 
 
 class WideSweep:
-    """Sweeps of one layer's blocks, for any number of units, in one launch a step.
-
-    If there are many steps, launches are recorded as a CUDA graph and replayed. ``hidden`` must not
-    change between sweep_kernels.
-    """
+    """Sweeps of one layer's blocks, for any number of units, in one launch a step. If there are
+    many steps, launches are recorded as a CUDA graph and replayed. ``hidden`` must not change
+    between sweep_kernels."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.hidden = hidden.contiguous()
@@ -169,9 +165,7 @@ def gru_slopes(inputs: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
 
 def lstm_slopes(gates: Tensor, after: Tensor, c: Tensor, known: bool = False) -> Slopes:
     """Do the same as :func:`retrograde.kernels.cells.lstm_slopes`, for float32, in one launch.
-
-    ``after`` is unused. ``known`` must be false, since no forward pass on a GPU keeps the gates.
-    """
+    ``after`` is unused. ``known`` must be false, since no forward pass on a GPU keeps the gates."""
     assert gates.is_contiguous()
     assert not known
     length, samples, size = *gates.shape[:2], c.shape[-1]
@@ -188,11 +182,8 @@ def _sweep_chunks(
     slopes: Slopes, hidden: Tensor, dy: Tensor | None, after: Tensor, chunks: int, chunk: int,
     check: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Sweep each chunk from the gradient after it; return the gradient before the first.
-
-    ``check`` has the sizes that the carry measured, and a number that becomes 1 if a sample is
-    distrusted.
-    """
+    """Sweep each chunk from the gradient after it; return the gradient before the first. ``check``
+    has the sizes that the carry measured, and a number that becomes 1 if a sample is distrusted."""
     length, samples, gates, size = slopes.gates.shape
     before = after.new_empty(samples, after.shape[-1])
     form = launch("sweep", gates, size, _limit(after))

@@ -87,10 +87,8 @@ def sums(
     B_SHARED: tl.constexpr, ENTRIES: tl.constexpr, SAMPLES: tl.constexpr,
 ):  # fmt: skip
     """Program (p, q) sums the tile of entries from p·ENTRIES on and samples from q·SAMPLES on.
-
-    a and b are (their entries, samples), or (their entries,) where samples share them; out is
-    (entries, samples). OWN: the left entry of term t is t.
-    """
+    Both a and b are (their entries, samples), or (their entries,) where samples share them; out is
+    (entries, samples). OWN: the left entry of term t is t."""
     # Entries are a column from the start. Triton 3.6 does not compile some tiles where a tensor of
     # one dimension is made a column later.
     entry = tl.program_id(0).to(tl.int64) * ENTRIES + tl.arange(0, ENTRIES)[:, None]

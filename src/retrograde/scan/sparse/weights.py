@@ -117,11 +117,9 @@ def _all_with_all(inputs: int, outputs: int) -> tuple[Factor, Ints]:
 
 
 class Weighted(Pattern):
-    """A pattern whose every entry is one of a layer's weights.
-
-    ``places`` has, for each factor, a number for each of its entries, below that factor's size in
-    ``sizes``. Together an entry's numbers are its weight's index in a tensor of shape ``sizes``.
-    """
+    """A pattern whose every entry is one of a layer's weights. ``places`` has, for each factor, a
+    number for each of its entries, below that factor's size in ``sizes``. Together an entry's
+    numbers are its weight's index in a tensor of shape ``sizes``."""
 
     def __init__(
         self, factors: tuple[Factor, ...], places: tuple[Ints, ...], sizes: tuple[int, ...]

@@ -71,9 +71,7 @@ def _close(builder: Builder, kind: Kind, vector: Value, slopes: Slopes) -> Value
 
 def _operator(of: Callable[..., object], rule: Rule) -> None:
     """Let numba compile a binary operator on vectors and duals, and numbers with them.
-
-    ``rule(builder, a, b)`` returns the result, and its derivatives by a and by b; None for one.
-    """
+    ``rule(builder, a, b)`` returns the result, and its derivatives by a and by b; None for one."""
 
     @intrinsic
     def operation(_: object, a: Kind, b: Kind) -> Written:
@@ -130,10 +128,8 @@ _operator(operator.truediv, _divided)
 def _function(
     of: Callable[..., object], write: Callable[..., Value], slope: Callable[..., Value]
 ) -> None:
-    """Let numba compile a function of a vector or a dual.
-
-    ``slope(builder, x, y, one)`` returns the derivative of the result y.
-    """
+    """Let numba compile a function of a vector or a dual. ``slope(builder, x, y, one)`` returns the
+    derivative of the result y."""
 
     @intrinsic
     def operation(_: object, x: Kind) -> Written:
