@@ -128,13 +128,9 @@ class StepCore(AutogradCore):
 
 
 def examine(
-    cell: Cell,
-    inputs: Tensors,
-    input_spec: Structure,
-    state: Tensors,
-    state_spec: Structure,
+    cell: Cell, inputs: Tensors, input_spec: Structure, state: Tensors, state_spec: Structure,
     made_of: Sequence[Any] | None = None,
-) -> StepCore:
+) -> StepCore:  # fmt: skip
     """Make a cell's core from one trial step on its flat input and state; leave no trace.
 
     ``made_of``, by default the cell, is searched for captured tensors that require a gradient (rule

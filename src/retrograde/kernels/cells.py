@@ -256,15 +256,9 @@ class Slopes:
 
 
 def slopes(
-    weights: Weights,
-    x: Tensor,
-    before: Tensor,
-    after: Tensor,
-    c: Tensor | None = None,
-    gates: GateSlopes | None = None,
-    known: Tensor | None = None,
-    resets: Resets | None = None,
-) -> Slopes:
+    weights: Weights, x: Tensor, before: Tensor, after: Tensor, c: Tensor | None = None,
+    gates: GateSlopes | None = None, known: Tensor | None = None, resets: Resets | None = None,
+) -> Slopes:  # fmt: skip
     """Return the slopes of all L steps, computed at once.
 
     ``x`` is (L, B, I), ``before`` and ``after`` are h before and after each step (L, B, H). An LSTM

@@ -117,14 +117,9 @@ def sequential_block(
 
 
 def scan_lengths(
-    kind: AnyKind,
-    length: int,
-    samples: int,
-    inputs: int,
-    size: int,
-    dtype: torch.dtype,
+    kind: AnyKind, length: int, samples: int, inputs: int, size: int, dtype: torch.dtype,
     device: str,
-) -> tuple[int, int]:
+) -> tuple[int, int]:  # fmt: skip
     """Return the steps of a block of a scan over T steps, and those of a chunk. The chunk L has the
     least latency, 2 L + T / L."""
     chunk = max(1, min(round(math.sqrt(length / 2)), length))

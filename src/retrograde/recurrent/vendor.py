@@ -162,18 +162,8 @@ class _Laid(torch.autograd.Function):
         found, each = [w.detach() for w in weights], len(weights) // net.count
         (rows, size), inputs = weights[1].shape, weights[0].shape[1]
         hidden = rows // {"LSTM": 4, "GRU": 3}.get(str(net.mode), 1)
-        projected = size if each % 2 else 0
-        options = (
-            each,
-            inputs,
-            _NUMBERS[cast(Mode, net.mode)],
-            hidden,
-            projected,
-            net.count,
-            False,
-            False,
-        )
-        lay_out(found, *options)
+        projected, number = size if each % 2 else 0, _NUMBERS[cast(Mode, net.mode)]
+        lay_out(found, each, inputs, number, hidden, projected, net.count, False, False)
         return tuple(found)
 
     @staticmethod

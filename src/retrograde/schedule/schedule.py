@@ -109,14 +109,9 @@ class Schedule:
 
     @classmethod
     def from_codes(
-        cls,
-        codes: Sequence[Code],
-        *,
-        length: int,
-        policy: str = "custom",
-        memory: int | None = None,
-        units: Units | Chain | None = None,
-    ) -> "Schedule":
+        cls, codes: Sequence[Code], *, length: int, policy: str = "custom",
+        memory: int | None = None, units: Units | Chain | None = None,
+    ) -> "Schedule":  # fmt: skip
         """As :meth:`from_actions`, from codes (verb, start, stop), for long schedules."""
         try:
             table = np.array(codes, dtype=np.int64).reshape(-1, 3)

@@ -22,11 +22,7 @@ from torch import Tensor
 from retrograde.kernels.cells import Block, Formula, Kept, Resets, Weights
 from retrograde.kernels.cpu.backward_loops import BackwardArrays, room_for
 from retrograde.kernels.cpu.forward_loops import ForwardArrays
-from retrograde.kernels.cpu.llvm.barrier import (
-    bounds_of_units,
-    parts_of_units,
-    share_or_meet,
-)
+from retrograde.kernels.cpu.llvm.barrier import bounds_of_units, parts_of_units, share_or_meet
 from retrograde.kernels.cpu.llvm.lanes import LANES, Reals
 from retrograde.kernels.cpu.llvm.threads import numbered, parts_for, share
 from retrograde.kernels.cpu.llvm.tiles import panels, panels_of, whole_vectors

@@ -130,13 +130,9 @@ def scan(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, chunk: in
     carried = rows, g.contiguous(), after, sizes, samples, chunks
     with _device_of(g):
         sweep_kernels.products[(chunks * samples, -(-(n + 1) // form.rows))](
-            *given,
-            K=gates,
-            ROWS=form.rows,
-            LOSSES=dy is not None,
-            TF32=form.tf32,
+            *given, K=gates, ROWS=form.rows, LOSSES=dy is not None, TF32=form.tf32,
             **_constants(form, size),
-        )
+        )  # fmt: skip
         sweep_kernels.carry[(samples,)](*carried, LSTM=gates == 4, **_constants(carry, size))
     del rows  # before more is allocated
     distrusted = torch.zeros(1, dtype=torch.int32, device=g.device)
@@ -193,15 +189,9 @@ def _sweep_chunks(
     counts = samples, length, chunks, chunk
     with _device_of(after):
         sweep_kernels.sweep[(chunks * samples,)](
-            *given,
-            *counts,
-            K=gates,
-            S=1 if gates == 1 else 4,
-            LOSSES=dy is not None,
-            HELD=gates < 4 or size <= 64,
-            CHECKED=check is not None,
-            **_constants(form, size),
-        )
+            *given, *counts, K=gates, S=1 if gates == 1 else 4, LOSSES=dy is not None,
+            HELD=gates < 4 or size <= 64, CHECKED=check is not None, **_constants(form, size),
+        )  # fmt: skip
     return before
 
 
@@ -226,9 +216,7 @@ def _shared_memory(card: int) -> int:
 def _tf32() -> bool:
     """Return whether torch allows its own recurrent kernels to round to TF32."""
     cudnn: Any = torch.backends.cudnn
-    if hasattr(cudnn, "rnn"):
-        return bool(cudnn.rnn.fp32_precision == "tf32")
-    return bool(cudnn.allow_tf32)  # torch before 2.9
+    return bool(cudnn.rnn.fp32_precision == "tf32")
 
 
 def _constants(form: Launch, size: int) -> dict[str, int]:

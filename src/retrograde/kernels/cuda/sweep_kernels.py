@@ -114,14 +114,9 @@ def products(
 
 @_inlined
 def _quadrant(
-    rows,
-    pair,
-    top: tl.constexpr,
-    left: tl.constexpr,
-    n: tl.constexpr,
-    H: tl.constexpr,
+    rows, pair, top: tl.constexpr, left: tl.constexpr, n: tl.constexpr, H: tl.constexpr,
     P: tl.constexpr,
-):
+):  # fmt: skip
     """Load H rows and H columns of a product, from row ``top`` and column ``left`` on, (P, P)."""
     i = tl.arange(0, P)[:, None]
     j = tl.arange(0, P)[None, :]

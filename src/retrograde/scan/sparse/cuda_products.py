@@ -55,21 +55,12 @@ def _sums(ends: Tensor, lefts: Tensor | None, rights: Tensor, a: Tensor, b: Tens
         tall = max(_ENTRIES, _NUMBERS // wide)
         with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
             sums[(-(-entries // tall), -(-samples // wide))](
-                ends,
-                rights if lefts is None else lefts,
-                rights,
-                a.movedim(-1, 0).contiguous(),
-                b.movedim(-1, 0).contiguous(),
-                out,
-                entries,
-                samples,
-                OWN=lefts is None,
-                A_SHARED=a.shape[:-1].numel() < samples,
-                B_SHARED=b.shape[:-1].numel() < samples,
-                ENTRIES=tall,
-                SAMPLES=wide,
+                ends, rights if lefts is None else lefts, rights,
+                a.movedim(-1, 0).contiguous(), b.movedim(-1, 0).contiguous(), out, entries, samples,
+                OWN=lefts is None, A_SHARED=a.shape[:-1].numel() < samples,
+                B_SHARED=b.shape[:-1].numel() < samples, ENTRIES=tall, SAMPLES=wide,
                 num_warps=max(2, tall * wide // 64),
-            )
+            )  # fmt: skip
     return out.T if batch else out[:, 0]
 
 

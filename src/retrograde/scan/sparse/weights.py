@@ -18,15 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from retrograde.errors import ScanError
 from retrograde.scan.sparse.arithmetic import sparse_kernels
 from retrograde.scan.sparse.csr import LayerJacobian
-from retrograde.scan.sparse.factor import (
-    Factor,
-    Ints,
-    band,
-    combined,
-    from_arrays,
-    full,
-    identity,
-)
+from retrograde.scan.sparse.factor import Factor, Ints, band, combined, from_arrays, full, identity
 from retrograde.scan.sparse.pattern import Pattern
 
 P = TypeVar("P", bound=Pattern)

@@ -150,26 +150,18 @@ def _function(
     overload(of)(choose)
 
 
-def _of_sigmoid(builder: Builder, x: Value, y: Value, one: Value) -> Value:
-    return _times(builder, y, builder.fsub(one, y))
+def _of_tanh(b: Builder, x: Value, y: Value, one: Value) -> Value:
+    return b.fsub(one, _times(b, y, y), flags=_CONTRACT)
 
 
-def _of_tanh(builder: Builder, x: Value, y: Value, one: Value) -> Value:
-    return builder.fsub(one, _times(builder, y, y), flags=_CONTRACT)
+def _of_relu(b: Builder, x: Value, y: Value, one: Value) -> Value:
+    return lanes.one_above.write(b, x, ir.Constant(x.type, [0.0] * lanes.LANES), one)
 
 
-def _of_relu(builder: Builder, x: Value, y: Value, one: Value) -> Value:
-    return lanes.one_above.write(builder, x, ir.Constant(x.type, [0.0] * lanes.LANES), one)
-
-
-def _of_negative(builder: Builder, x: Value, y: Value, one: Value) -> Value:
-    return builder.fneg(one)
-
-
-_function(torch.sigmoid, lanes.sigmoid.write, _of_sigmoid)
+_function(torch.sigmoid, lanes.sigmoid.write, lambda b, x, y, one: _times(b, y, b.fsub(one, y)))
 _function(torch.tanh, lanes.tanh.write, _of_tanh)
 _function(torch.relu, lanes.positive.write, _of_relu)
-_function(operator.neg, lambda builder, x, zero, one: builder.fneg(x), _of_negative)
+_function(operator.neg, lambda b, x, zero, one: b.fneg(x), lambda b, x, y, one: b.fneg(one))
 
 
 @intrinsic

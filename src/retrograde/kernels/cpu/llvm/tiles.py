@@ -255,14 +255,8 @@ def _turn(_: object, u: Kind, at: Kind, stride: Kind, panel: Kind, to: Kind) -> 
     """Transpose LANES vectors of ``u``, ``stride`` apart, into a panel."""
 
     def code(context: Target, builder: Builder, signature: Signature, args: Args) -> Value:
-        tile = _Tile(
-            builder,
-            [
-                context.make_array(signature.args[i])(context, builder, args[i]).data
-                for i in (0, 3, 3)
-            ],
-            u.dtype.bitwidth // 8,
-        )
+        own = [context.make_array(signature.args[i])(context, builder, args[i]) for i in (0, 3, 3)]
+        tile = _Tile(builder, [array.data for array in own], u.dtype.bitwidth // 8)
         tile.turn(args[1], args[2], args[4])
         return context.get_dummy_value()
 
