@@ -187,7 +187,9 @@ def products(
     for c in range(first, last):
         for b in range(samples):
             row = rows[c, b]
-            _identity(row)
+            row[:] = 0
+            for j in range(state):
+                row[j, j] = 1
             for t in range(length - 1, -1, -1):
                 if of.losses.shape[1]:
                     for j in range(size):
@@ -208,13 +210,6 @@ def products(
                         a[j // panel, j, j % panel] += of.keep[c, t, b, j]
                     product(row.reshape(-1), 0, size, 1, count, a, wide, new, wide)
                 row[:, :size] = new.reshape(count, wide)[:, :size]
-
-
-@compiled
-def _identity(row: Reals) -> None:
-    row[:] = 0
-    for j in range(row.shape[1]):
-        row[j, j] = 1
 
 
 @compiled

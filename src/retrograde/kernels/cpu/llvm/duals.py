@@ -182,10 +182,8 @@ def _of_torch(x, at_zero):  # type: ignore[no-untyped-def] # of no duals: torch 
 
 @intrinsic
 def _vector(_: object, x: Kind) -> Written:
-    def code(context: Target, builder: Builder, signature: Signature, args: Args) -> Value:
-        return _open(context, builder, x, args[0], x.dtype)[0]
-
-    return Lanes(x.dtype)(x), code
+    kind = Lanes(x.dtype)(x)
+    return kind, lambda context, b, _, args: _open(context, b, x, args[0], x.dtype)[0]
 
 
 def _detach(x):  # type: ignore[no-untyped-def]

@@ -327,11 +327,8 @@ class _Tile:
             factors = [self._load(self.u, self._plus(other, term), left) for other in others]
             return factors, [self._load(self.a, self._plus(one, term), left) for one in firsts]
 
-        def read_rest(term: Value) -> tuple[list[Value], list[Value]]:
-            return read(whole, left)
-
         sums = self._sums(rows, columns, whole, LANES, read)
-        sums = self._sums(rows, columns, left, LANES, read_rest, sums)
+        sums = self._sums(rows, columns, left, LANES, lambda _: read(whole, left), sums)
         for pair, place in places.items():
             pointer = b.gep(self.out, [place])
             b.store(b.fadd(b.load(pointer), total_of(b, sums[pair])), pointer)
