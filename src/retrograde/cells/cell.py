@@ -132,11 +132,9 @@ def examine(
     made_of: Sequence[Any] | None = None,
 ) -> StepCore:  # fmt: skip
     """Make a cell's core from one trial step on its flat input and state; leave no trace.
-
     ``made_of``, by default the cell, is searched for captured tensors that require a gradient (rule
     5). It is searched for generators and buffers too (rules 2 and 3). Raises CellError if the cell
-    cannot be run exactly (rule 6).
-    """
+    cannot be run exactly (rule 6)."""
     if any(t.is_inference() for t in (*inputs, *state)):
         raise CellError(
             "the inputs or the state were made in inference mode: expected tensors that autograd "

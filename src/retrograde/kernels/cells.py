@@ -259,12 +259,10 @@ def slopes(
     weights: Weights, x: Tensor, before: Tensor, after: Tensor, c: Tensor | None = None,
     gates: GateSlopes | None = None, known: Tensor | None = None, resets: Resets | None = None,
 ) -> Slopes:  # fmt: skip
-    """Return the slopes of all L steps, computed at once.
-
-    ``x`` is (L, B, I), ``before`` and ``after`` are h before and after each step (L, B, H). An LSTM
-    needs c before the first step (B, H). If its gates ``known`` (L, B, 4 H) were kept, they are
-    overwritten. ``gates`` may be faster forms of :func:`gru_slopes` and :func:`lstm_slopes`.
-    """
+    """Return the slopes of all L steps, computed at once. ``x`` is (L, B, I), ``before`` and
+    ``after`` are h before and after each step (L, B, H). An LSTM needs c before the first step
+    (B, H). If its gates ``known`` (L, B, 4 H) were kept, they are overwritten. ``gates`` may be
+    faster forms of :func:`gru_slopes` and :func:`lstm_slopes`."""
     assert not isinstance(weights.kind, Formula)
     by_gru, by_lstm = gates or (gru_slopes, lstm_slopes)
     with torch.no_grad():

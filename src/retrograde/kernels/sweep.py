@@ -39,11 +39,9 @@ CANCELLATION = 100.0
 def sweep(
     slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, resets: Resets | None = None
 ) -> Tensor:
-    """Backpropagate a block step by step; return the gradient of the state before it.
-
-    ``g`` (B, n) is the gradient of the state after the block, n = H, or 2 H for (h, c). ``dy``
-    (L, B, H) is the loss's gradient of the outputs, None for zero. The gradients of the gates
-    overwrite ``slopes``.
+    """Backpropagate a block step by step; return the gradient of the state before it. ``g`` (B, n)
+    is the gradient of the state after the block, n = H, or 2 H for (h, c). ``dy`` (L, B, H) is the
+    loss's gradient of the outputs, None for zero. The gradients of the gates overwrite ``slopes``.
     """
     size = hidden.shape[1]
     for t in range(slopes.gates.shape[0] - 1, -1, -1):
@@ -127,12 +125,10 @@ def carry(rows: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def safe_chunk(hidden: Tensor, chunk: int) -> int:
-    """Return the longest chunk, from 1 to ``chunk``, whose products should not overflow.
-
-    The norm of a step's Jacobian is estimated as 1 + ‖U‖₂, with ‖U‖₂ ≤ √(‖U‖₁ ‖U‖_∞). Typical
-    products grow far less. So the limit is the range of the dtype, not the smaller growth at which
-    :func:`trusted` refuses.
-    """
+    """Return the longest chunk, from 1 to ``chunk``, whose products should not overflow. The norm
+    of a step's Jacobian is estimated as 1 + ‖U‖₂, with ‖U‖₂ ≤ √(‖U‖₁ ‖U‖_∞). Typical products grow
+    far less. So the limit is the range of the dtype, not the smaller growth at which
+    :func:`trusted` refuses."""
     magnitudes = hidden.abs()
     norm = math.sqrt(float(magnitudes.sum(0).amax() * magnitudes.sum(1).amax()))
     if not math.isfinite(norm):

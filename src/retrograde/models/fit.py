@@ -147,9 +147,8 @@ def timed(found: Fit, module: nn.RNNBase, inputs: Any, state: Any) -> Fit:
 
 
 def iteration_seconds(found: Fit, times: RangeTimes) -> float:
-    """Return the predicted time of an iteration by a schedule, from the times of ranges.
-
-    A schedule records and backpropagates every step once, whatever else it runs forward. Ordinary
+    """Return the predicted time of an iteration by a schedule, from the times of ranges. A schedule
+    records and backpropagates every step once, whatever else it runs forward. Ordinary
     backpropagation through a long sequence takes longer on CPUs: the system maps its memory again.
     """
     length, records = found.schedule.length, int(np.sum(found.schedule.kind == Verb.RECORD))

@@ -109,12 +109,10 @@ def footprints(
 def fit_measured(
     core: Core, inputs: Inputs, state: Tensors, memory: Memory | None, sizes: Footprint
 ) -> tuple[Fit, Footprint]:
-    """Return the fastest schedule for a core within a budget, and its footprint.
-
-    If steps are not known to take equal bytes, each length that the schedule uses is measured. This
-    repeats until the predicted peak is within the budget. Raises BudgetError if even the smallest
-    schedule does not fit.
-    """
+    """Return the fastest schedule for a core within a budget, and its footprint. If steps are not
+    known to take equal bytes, each length that the schedule uses is measured. This repeats until
+    the predicted peak is within the budget. Raises BudgetError if even the smallest schedule does
+    not fit."""
     while True:
         found = fit(len(inputs), memory, sizes)
         if found.ordinary or not core.records_ranges or sizes.even:

@@ -260,12 +260,10 @@ class Planner:
     def _time_in_ranges(
         self, lengths: Sequences, plan: HeldPlan, budget: int, sizes: Footprint
     ) -> float:
-        """Return the least nominal microseconds of a plan, over ranges of 1, 2, 4, … spans.
-
-        Only what depends on the plan is counted. If recomputed steps have a single layer, products
+        """Return the least nominal microseconds of a plan, over ranges of 1, 2, 4, … spans. Only
+        what depends on the plan is counted. If recomputed steps have a single layer, products
         follow its outputs. If they have several layers, all but the top one run step by step. If a
-        range has several spans, the gates of most are computed again.
-        """
+        range has several spans, the gates of most are computed again."""
         lstm, length, best = self.layers[0].form.keeps, lengths.length, inf
         steps = span = max(1, plan.block // self.layers[0].batch)
         weights = sum(4 * one.size * (one.size + one.width) for one in self.layers)

@@ -282,12 +282,10 @@ def _is_plain(rows: int, count: int, width: int) -> bool:
 def recall(
     weights: Weights, x: Tensor, before: Tensor, c: Tensor | None, resets: Resets | None = None
 ) -> Kept:
-    """Recompute what a forward pass keeps, such as an LSTM's gates and c, from the kept h.
-
-    This takes matrix products, and a recurrence of c but none of h. ``x`` is (L, B, I), ``before``
-    is h before each step (L, B, H). ``c`` (B, N H), the other parts of the state before the first
-    step, is overwritten by those after the last. It is None if there are none.
-    """
+    """Recompute what a forward pass keeps, such as an LSTM's gates and c, from the kept h. This
+    takes matrix products, and a recurrence of c but none of h. ``x`` is (L, B, I), ``before`` is h
+    before each step (L, B, H). ``c`` (B, N H), the other parts of the state before the first step,
+    is overwritten by those after the last. It is None if there are none."""
     c = before.new_empty(0, weights.size) if c is None else c
     form, size = weights.form, weights.size
     gates, cells = (before.new_empty(*before.shape[:2], n * size) for n in (form.gates, form.aside))

@@ -55,13 +55,10 @@ def lstm_slopes(
     known: bool, gates: Reals, after: Reals, c: Reals, keep: Reals, inner: Reals,
     starts: NDArray[np.bool_], entry: Reals, first: int, last: int,
 ) -> None:  # fmt: skip
-    """Compute an LSTM's slopes for samples first … last − 1.
-
-    ``gates`` are i, f, g, o if ``known``, and otherwise the sums that enter them. They are
-    overwritten by s_i, s_f, s_g, s_o. ``inner`` receives e, and ``keep``
-    receives f. ``c`` (B, H), before the first step, is overwritten by that after the last.
-    ``starts`` and ``entry`` are those of ``forward_loops``.
-    """
+    """Compute an LSTM's slopes for samples first … last − 1. ``gates`` are i, f, g, o if ``known``,
+    and otherwise the sums that enter them. They are overwritten by s_i, s_f, s_g, s_o. ``inner``
+    receives e, and ``keep`` receives f. ``c`` (B, H), before the first step, is overwritten by that
+    after the last. ``starts`` and ``entry`` are those of ``forward_loops``."""
     samples, size = c.shape
     flat, h, cells = gates.reshape(-1), after.reshape(-1), c.reshape(-1)
     kept, e = keep.reshape(-1), inner.reshape(-1)

@@ -167,11 +167,9 @@ def _in_team(
     typing: Target, start: Kind, members: Kind, parts: Kind, loop: Kind, args: Kind
 ) -> Written:
     """Call ``loop(*args, *part)`` for each row of ``parts``, and return whether a call failed.
-
     Whoever is free takes the next row. ``start`` is the address of ``GOMP_parallel``, or 0 for one
-    thread. ``members`` is that of ``omp_get_num_threads``, or 0. If it is given, a team of too
-    few threads for the other rows runs the last row alone.
-    """
+    thread. ``members`` is that of ``omp_get_num_threads``, or 0. If it is given, a team of too few
+    threads for the other rows runs the last row alone."""
     numbers = loop.dispatcher.py_func.__code__.co_argcount - len(args)
     called = loop.get_call_type(typing, (*args.types, *[types.intp] * numbers), {})
 

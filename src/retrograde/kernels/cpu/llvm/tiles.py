@@ -55,12 +55,10 @@ def product(
     a: Reals, start: int, to_row: int, to_term: int, rows: int, u: Reals, columns: int, out: Reals,
     width: int,
 ) -> None:  # fmt: skip
-    """Add a @ u to out.
-
-    ``a`` and ``out`` are flat. The rows of ``a`` begin at ``start``, ``to_row`` apart, and have R
-    numbers, ``to_term`` apart. Those of ``out`` are ``width`` apart. ``u`` is in :func:`panels`
-    (P, R, PANEL), of which the first ``columns`` columns are used, or a plain matrix (1, R, W).
-    """
+    """Add a @ u to out. ``a`` and ``out`` are flat. The rows of ``a`` begin at ``start``,
+    ``to_row`` apart, and have R numbers, ``to_term`` apart. Those of ``out`` are ``width`` apart.
+    ``u`` is in :func:`panels` (P, R, PANEL), of which the first ``columns`` columns are used, or a
+    plain matrix (1, R, W)."""
     short = u.shape[2] % LANES  # what a plain row has behind its whole vectors
     full = u.shape[2] - short if short else columns
     count = -(-full // PANEL)
