@@ -95,10 +95,8 @@ def kernels(device: str, dtype: torch.dtype, size: int) -> Kernels:
 
                 return either.join(cuda.WideSweep(hidden).sweep, plain)
 
-            loops = swept, sweep.scan, gates, sweep.products
-            return Kernels("triton", *loops, wide=wide)
-        scanned = either.join(cuda.scan, sweep.scan)
-        return Kernels("triton", swept, scanned, gates, sweep.products)
+            return Kernels("triton", swept, sweep.scan, gates, sweep.products, wide=wide)
+        return Kernels("triton", swept, either.join(cuda.scan, sweep.scan), gates, sweep.products)
     return _plain()
 
 

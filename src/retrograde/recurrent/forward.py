@@ -28,8 +28,7 @@ def room_for(weights: Weights, x: Tensor) -> Kept | None:
     make, form = kernels(x.device.type, x.dtype, weights.size).forward, weights.form
     if not form.keeps or make is None:
         return None
-    sizes = form.gates, form.aside
-    return Kept(*(x.new_empty(*x.shape[:2], n * weights.size) for n in sizes))
+    return Kept(*(x.new_empty(*x.shape[:2], n * weights.size) for n in (form.gates, form.aside)))
 
 
 @torch.no_grad()

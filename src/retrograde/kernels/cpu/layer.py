@@ -255,8 +255,7 @@ def _constants(weights: Weights, again: bool) -> list[Reals]:
     zero = hidden.new_zeros(hidden.shape[0])
     given = [weights.bias_inputs, weights.bias_hidden]
     biases = torch.stack([zero if bias is None else bias.detach() for bias in given])
-    forward = panels(weights.inputs.t())[0], panels(hidden.t())[0], biases
-    return [t.numpy() for t in forward]
+    return [t.numpy() for t in (panels(weights.inputs.t())[0], panels(hidden.t())[0], biases)]
 
 
 # The rows of a tile of a product, and the most numbers of a matrix that is read without panels.

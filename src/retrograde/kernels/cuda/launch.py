@@ -209,8 +209,7 @@ def _limit(t: Tensor) -> int:
 
 @functools.cache
 def _shared_memory(card: int) -> int:
-    found = triton.runtime.driver.active.utils.get_device_properties(card)
-    return int(found["max_shared_mem"])
+    return int(triton.runtime.driver.active.utils.get_device_properties(card)["max_shared_mem"])
 
 
 def _tf32() -> bool:
