@@ -96,7 +96,7 @@ def measure(fn: Callable[[], T], *, device: str | torch.device | None = None) ->
             'the device (device="cuda"), or use CUDA before'
         )
     counted = _busiest(events) if device is None else asked
-    events = [event for event in events if _is_on(event, counted)]
+    events = _on(counted, events)
     sizes = np.array([event.size for event in events], np.int64)
     moments = np.array([event.nanoseconds for event in events], np.int64)
     born, died = _blocks(events)
@@ -159,9 +159,7 @@ def measure_phases(
     ours: list[Event] = []
     numbers: list[int] = []
     number = -1
-    for event in events:
-        if not _is_on(event, device):
-            continue
+    for event in _on(device, events):
         if abs(event.size) == _MARK:
             number += event.size > 0
         elif number >= 0:
@@ -215,7 +213,7 @@ def _alone(fn: Callable[[], T], device: torch.device) -> tuple[T, int, int, list
     finally:
         stop_ns = time.time_ns()
         result = stop_profiler()
-    return value, start_ns, stop_ns, list(_allocations(result))
+    return value, start_ns, stop_ns, _allocations(result)
 
 
 def _beside(
@@ -304,8 +302,10 @@ def _start_profiler() -> None:
             del os.environ["KINETO_LOG_LEVEL"]
 
 
-def _is_on(event: Event, device: torch.device) -> bool:
-    return event.place == device.type and device.index in (None, event.number)
+def _on(device: torch.device, events: Sequence[Event]) -> list[Event]:
+    """Return the events on a device, or on all devices of its type if it has no number."""
+    place, number = device.type, device.index
+    return [one for one in events if one.place == place and number in (None, one.number)]
 
 
 def _blocks(events: Sequence[Event]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -323,9 +323,12 @@ def _blocks(events: Sequence[Event]) -> tuple[NDArray[np.int64], NDArray[np.int6
     return np.array(born, np.int64), np.array(died, np.int64)
 
 
-def _allocations(result: Any) -> Iterator[Event]:
-    for event in result.experimental_event_tree():  # operations, which have children, are not noted
-        if event.tag == EventType.Allocation:
-            fields = event.extra_fields
-            place = fields.device
-            yield Event(fields.alloc_size, fields.ptr, event.start_time_ns, place.type, place.index)
+def _allocations(result: Any) -> list[Event]:
+    kind, tree = EventType.Allocation, result.experimental_event_tree()
+    # Operations, which have children, are not noted.
+    found = [(one.start_time_ns, one.extra_fields) for one in tree if one.tag == kind]
+    fields = [(moment, one, one.device) for moment, one in found]
+    return [
+        Event(one.alloc_size, one.ptr, moment, place.type, place.index)
+        for moment, one, place in fields
+    ]

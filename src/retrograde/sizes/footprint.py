@@ -89,7 +89,7 @@ def footprint(
         budget = None if memory is None else as_bytes(memory, ordinary(length))
         points: dict[int, _Bytes] = {}
         # A fused kernel's own workspace grows only up to some length.
-        lengths = (1, 2, 4, 16, 64) if core.fused else (1, 2, 4, 3) if core.records_ranges else (1,)
+        lengths = (1, 2, 4, 16, 64) if core.fused else (1, 2, 3, 4) if core.records_ranges else (1,)
         for steps in dict.fromkeys(min(length, L) for L in lengths):
             known = Curve(tuple((L, size.most) for L, size in points.items()))
             if budget is not None and steps > FEW_STEPS and known(steps) > max(budget, FEW_BYTES):
@@ -207,7 +207,7 @@ def _evenly(core: Core, inputs: Inputs, points: dict[int, _Bytes]) -> dict[int, 
     bytes that the tape holds shrink. A number in the state may make a later step different.
     """
     cell = isinstance(core, AutogradCore) and not core.fused and not core.numbers
-    if not cell or max(points) < 4:
+    if not cell or max(points) < 3:
         return None
     (m, a), (n, b), (last, c) = ((n, astuple(size)) for n, size in sorted(points.items())[-3:])
     before = [(y - x) / (n - m) for x, y in zip(a, b, strict=True)]
