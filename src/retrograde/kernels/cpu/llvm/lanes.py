@@ -330,10 +330,10 @@ def tanh(builder: Builder, x: Value, zero: Value, one: Value) -> Value:
 
 
 def _exponential(builder: Builder, x: Value) -> tuple[Value, Value]:
-    """Write the code of e^x − 1 and e^x for a vector x ≤ 0. x = k ln 2 + r with |r| ≤ ln 2 / 2, so
-    e^x = 2^k e^r, and e^r − 1 is a series. The number ln 2 is subtracted in two parts, of which k
-    times the first is exact (Cody and Waite, 1980). Results are constant for x below the least
-    normal exponent."""
+    """Write the code of e^x − 1 and e^x for a vector x ≤ 0. Since x = k ln 2 + r with
+    |r| ≤ ln 2 / 2, e^x = 2^k e^r, and e^r − 1 is a series. The number ln 2 is subtracted in two
+    parts, of which k times the first is exact (Cody and Waite, 1980). Results are constant for x
+    below the least normal exponent."""
     single = isinstance(x.type.element, ir.FloatType)
     high, terms, least = (0.693359375, 7, -87.0) if single else (0.693147180369123816, 13, -708.0)
     low = -2.12194440054690583e-4 if single else 1.90821492927058770e-10
