@@ -5,7 +5,6 @@ torch. An error is one message and exit code 2, never a traceback.
 """
 
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -151,25 +150,12 @@ def fit(
     layers: Annotated[int, typer.Option(help="Layers.")] = 1,
 ) -> None:
     """What a recurrent layer takes within a budget on this machine: memory, steps and seconds."""
-    import torch
-
     import retrograde as rg
 
     if layer not in ("lstm", "gru", "rnn"):
         raise RetrogradeError(f"cannot fit {layer!r}: expected lstm, gru or rnn")
-    ours = getattr(rg, layer.upper())(input, hidden, layers, memory=memory)
-    found, x = ours.fit((length, batch, input)), torch.randn(length, batch, input, device="cpu")
-    ways = [ours, getattr(torch.nn, layer.upper())(input, hidden, layers)]
-    taken = [min(_seconds(way, x) for _ in range(3)) for way in ways]
-    typer.echo(found)
-    typer.echo(f"an iteration takes {taken[0]:.3g} s, and {taken[1]:.3g} s in torch")
-
-
-def _seconds(layer: Any, x: Any) -> float:
-    """Return the seconds of a forward and backward pass."""
-    start = time.perf_counter()
-    layer(x)[0].square().mean().backward()
-    return time.perf_counter() - start
+    ours = getattr(rg, layer.upper())(input, hidden, layers)
+    typer.echo(rg.fit(ours, (length, batch, input), memory=memory))
 
 
 def _describe(length: int, memory: str | None, kind: dict[str, Any]) -> "Schedule":

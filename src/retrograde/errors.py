@@ -4,15 +4,9 @@ Every message says what was given, what was expected and what to do.
 """
 
 __all__ = [
-    "BudgetError",
-    "CellError",
-    "InputError",
-    "RankError",
-    "RetrogradeError",
-    "ScanError",
-    "ScheduleError",
-    "UnitError",
-]
+    "BudgetError", "CellError", "InputError", "RankError", "RetrogradeError", "ScanError",
+    "ScheduleError", "UnitError",
+]  # fmt: skip
 
 
 class RetrogradeError(Exception):

@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 
 
 def processor_name() -> str:
-    """Return the processor's name as Linux gives it, or what Python knows; never empty.
-
-    One name may be that of several makes. So vectors of 512 bits, if there are any, are added.
-    """
+    """Return the processor's name as Linux gives it, or what Python knows; never empty. One name
+    may be that of several makes. So vectors of 512 bits, if there are any, are added."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -8,7 +8,7 @@ import torch
 from oracles.networks import relative_error
 from retrograde.kernels import sweep as plain
 from retrograde.kernels.cells import GATES, Block, Kept, Weights, slopes
-from retrograde.kernels.cpu import backward_loops, forward_loops, slope_loops, sweep_loops
+from retrograde.kernels.cpu import backward_loops, forward_loops, sweep_loops
 from retrograde.kernels.cpu import layer as cpu_layer
 from retrograde.kernels.cpu.llvm import threads as team
 from retrograde.recurrent.forward import run, run_by_torch
@@ -203,7 +203,7 @@ def test_blocks_are_added_to_one_another_and_to_the_totals(kind, dtype, sizes, a
             assert relative_error(t, rounds * expected[name]) <= tolerance, name
 
 
-@pytest.mark.parametrize("module", [backward_loops, slope_loops, forward_loops, sweep_loops])
+@pytest.mark.parametrize("module", [backward_loops, forward_loops, sweep_loops])
 def test_no_loop_takes_memory_behind_torchs_back(module):
     """What numba's own arrays took would be missed by a budget."""
     source = inspect.getsource(module)

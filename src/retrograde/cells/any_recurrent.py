@@ -21,8 +21,8 @@ from retrograde.run.layout import Layout, Ragged, Straight, check_length, over
 from retrograde.run.states import shaped
 from retrograde.run.transforms import uncompiled
 from retrograde.schedule import Schedule
-from retrograde.schedule.schedule import refuse_both
-from retrograde.units import Memory, parse_memory
+from retrograde.schedule.schedule import check_limit
+from retrograde.units import Memory
 
 
 class Recurrent(nn.Module):
@@ -71,9 +71,7 @@ class Recurrent(nn.Module):
                 f"the cell is a {type(cell).__name__}: expected a module, so that its parameters "
                 "are this module's; for a function use rg.unroll"
             )
-        if memory is not None:
-            parse_memory(memory)
-        refuse_both(memory, schedule)
+        check_limit(memory, schedule)
         if compile:
             refuse_compiled(schedule=schedule)
         self.cell = cell

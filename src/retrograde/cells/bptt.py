@@ -33,11 +33,11 @@ from retrograde.run.sources import Stream, TimeFirst, open_source
 from retrograde.run.streaming import Progress, TakeInput, run_stream
 from retrograde.run.transforms import besides_forward, refuse_transforms, uncompiled
 from retrograde.schedule import Schedule
-from retrograde.schedule.schedule import check_schedule, refuse_both
+from retrograde.schedule.schedule import check_limit, check_schedule
 from retrograde.sizes.cache import CellFits, signature
 from retrograde.sizes.footprint import grown
 from retrograde.torch_private import flat_weights
-from retrograde.units import Memory, parse_memory
+from retrograde.units import Memory
 
 # A cell with its loss is measured once for its shapes and a budget: the core, and its fit.
 _FITS: CellFits[tuple[int, Fit]] = CellFits()
@@ -142,9 +142,7 @@ class _Task:
 
 
 def _check_asked(loss: Any, memory: Memory | None, schedule: Schedule | None) -> None:
-    if memory is not None:
-        parse_memory(memory)
-    refuse_both(memory, schedule)
+    check_limit(memory, schedule)
     if not callable(loss):
         raise CellError(
             f"loss is a {type(loss).__name__}: expected a function of the step and its output"

@@ -38,11 +38,9 @@ class Outside:
 
 def find_outside(found: Referents, results: Tensors, mark: int, own: Tensors) -> Outside:
     """Find every tensor, besides its arguments, that a step may use and that requires a gradient.
-
     Module parameters that step 0 did not use are included, since a later step may use them.
     ``results`` are the results of step 0 and ``own`` its arguments. ``mark`` is autograd's sequence
-    number before it. Raises CellError if a captured tensor cannot be found from the cell.
-    """
+    number before it. Raises CellError if a captured tensor cannot be found from the cell."""
     held = (p for part in found.parts() for p in part._parameters.values() if p is not None)
     owned: Tensors = [p for p in held if p.requires_grad]
     # torch.func.functional_call replaces parameters by tensors of any kind.

@@ -128,19 +128,13 @@ class StepCore(AutogradCore):
 
 
 def examine(
-    cell: Cell,
-    inputs: Tensors,
-    input_spec: Structure,
-    state: Tensors,
-    state_spec: Structure,
+    cell: Cell, inputs: Tensors, input_spec: Structure, state: Tensors, state_spec: Structure,
     made_of: Sequence[Any] | None = None,
-) -> StepCore:
+) -> StepCore:  # fmt: skip
     """Make a cell's core from one trial step on its flat input and state; leave no trace.
-
     ``made_of``, by default the cell, is searched for captured tensors that require a gradient (rule
     5). It is searched for generators and buffers too (rules 2 and 3). Raises CellError if the cell
-    cannot be run exactly (rule 6).
-    """
+    cannot be run exactly (rule 6)."""
     if any(t.is_inference() for t in (*inputs, *state)):
         raise CellError(
             "the inputs or the state were made in inference mode: expected tensors that autograd "
@@ -178,11 +172,9 @@ def examine(
 
 
 def later_state(core: StepCore, inputs: Inputs, state: Tensors) -> Tensors:
-    """Return a state of the form that later steps have, to measure them by.
-
-    Steps are run until no further part of the state requires a gradient. If the state has one
-    precision before a step and another after it, the larger one is taken (rule 7).
-    """
+    """Return a state of the form that later steps have, to measure them by. Steps are run until no
+    further part of the state requires a gradient. If the state has one precision before a step and
+    another after it, the larger one is taken (rule 7)."""
     first: Tensors = state
     if not core.fused:
         with core.surroundings.measured():
@@ -244,11 +236,9 @@ def changes_structure(result: Result, given: Tensors, spec: Structure) -> bool:
 
 @dataclass
 class _Trying:
-    """A trial of a cell: one step, or two if the first one changes the state's structure.
-
-    It finds which parts of the state the cell writes to. The core clones these before each step.
-    Raises CellError if the cell writes to an input, or changes the state's structure again.
-    """
+    """A trial of a cell: one step, or two if the first one changes the state's structure. It finds
+    which parts of the state the cell writes to. The core clones these before each step. Raises
+    CellError if the cell writes to an input, or changes the state's structure again."""
 
     cell: Cell
     inputs: Tensors

@@ -48,8 +48,7 @@ class CompiledSteps(StepCore):
         if begins or len(inputs[0]) < BLOCK:
             return run_ordinary(self.single, inputs, state)
         with autocast_as_now(self.surroundings.device):  # recomputation replays the same autocast
-            states = _alike(state)
-            return self.block(self.cell, self.input_spec, self.state_spec, inputs, states)
+            return self.block(self.cell, self.input_spec, self.state_spec, inputs, _alike(state))
 
     def rerun(self, inputs: Tensors, state: Tensors) -> tuple[Tensors, Tensors]:
         return self(inputs, state)

@@ -228,10 +228,8 @@ def fit_gated(
 
 
 def _beyond_elementwise(formula: Formula, size: int) -> str | None:
-    """Return what a formula's step does beyond an elementwise function, or None.
-
-    The step runs on random numbers: on all at once, and on some units and samples by themselves.
-    """
+    """Return what a formula's step does beyond an elementwise function, or None. The step runs on
+    random numbers: on all at once, and on some units and samples by themselves."""
     generator = torch.Generator("cpu").manual_seed(0)
 
     def numbers(*shape: int) -> Tensor:

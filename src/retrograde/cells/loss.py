@@ -34,10 +34,8 @@ Loss = Callable[[Any, Any], Tensor | None]
 
 @dataclass(frozen=True)
 class StepLoss:
-    """A cell and its ``loss(t, y_t)`` as one cell with the input (x_t, t).
-
-    The loss is a scalar or None. Losses are summed on ``device``.
-    """
+    """A cell and its ``loss(t, y_t)`` as one cell with the input (x_t, t). The loss is a scalar or
+    None. Losses are summed on ``device``."""
 
     cell: Cell
     loss: Loss

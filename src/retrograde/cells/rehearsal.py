@@ -45,11 +45,9 @@ def measure_step(
 
 
 def rehearse(core: StepCore, inputs: Inputs, state: Tensors) -> bool:
-    """Refuse a cell that computes something else in parts than in one loop, by a CellError.
-
-    Return whether steps that are not recorded give the same bits without a graph. What it takes
-    counts as a measurement's, whose limit is on the page about the first call.
-    """
+    """Refuse a cell that computes something else in parts than in one loop, by a CellError. Return
+    whether steps that are not recorded give the same bits without a graph. What it takes counts as
+    a measurement's, whose limit is on the page about the first call."""
     if core.fused or core.per_call > 1:
         return False
     try:

@@ -42,12 +42,9 @@ class Stateful:
 
     @classmethod
     def of(
-        cls,
-        step: Callable[..., Any],
-        modules: nn.Module | Sequence[nn.Module],
-        inputs: Any,
+        cls, step: Callable[..., Any], modules: nn.Module | Sequence[nn.Module], inputs: Any,
         state: Any,
-    ) -> "Stateful":
+    ) -> "Stateful":  # fmt: skip
         """Find the slots by a trial of the first step, which leaves no trace. Raises CellError if
         there is none."""
         modules = [modules] if isinstance(modules, nn.Module) else modules

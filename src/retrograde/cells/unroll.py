@@ -37,11 +37,11 @@ from retrograde.run.layout import InBlocks, Inputs, Layout, Rows, Straight, chec
 from retrograde.run.settled import Settled
 from retrograde.run.transforms import is_transformed, is_unreal, refuse_transforms, uncompiled
 from retrograde.schedule import Schedule
-from retrograde.schedule.schedule import check_schedule, refuse_both
+from retrograde.schedule.schedule import check_limit, check_schedule
 from retrograde.sizes.cache import CellFits, LRUCache, signature
 from retrograde.sizes.footprint import footprint, grown, node_bytes, partly_idle
 from retrograde.sizes.timing import time_iterations
-from retrograde.units import Memory, as_bytes, parse_memory
+from retrograde.units import Memory, as_bytes
 
 T = TypeVar("T")
 
@@ -112,9 +112,7 @@ def unroll(
         >>> ys.shape, bool((ys[-1] == last).all())
         (torch.Size([100, 2, 5]), True)
     """
-    if memory is not None:
-        parse_memory(memory)
-    refuse_both(memory, schedule)
+    check_limit(memory, schedule)
     if compile:
         refuse_compiled(schedule=schedule, stateful=stateful or None)
     if stateful:

@@ -11,8 +11,8 @@ from retrograde.jax.step import Recorded, bytes_of
 from retrograde.jax.table import Table, table_of
 from retrograde.plan.fit import Curve, Fit, Footprint, fit
 from retrograde.schedule import Schedule
-from retrograde.schedule.schedule import check_schedule, refuse_both
-from retrograde.units import Memory, parse_memory
+from retrograde.schedule.schedule import check_limit, check_schedule
+from retrograde.units import Memory
 
 # The bytes by which each buffer is rounded up. Some buffers are loop counters.
 _ALIGNMENT = 64
@@ -31,9 +31,7 @@ class Asked:
 
     def check(self, length: int) -> None:
         """Check the arguments before any work; raises ScheduleError or UnitError."""
-        if self.memory is not None:
-            parse_memory(self.memory)
-        refuse_both(self.memory, self.schedule)
+        check_limit(self.memory, self.schedule)
         if self.schedule is not None:
             check_schedule(self.schedule, length)
 

@@ -91,11 +91,9 @@ class Sweeps:
     def backward(
         self, consts: Arrays, xs: Arrays, held: Holding, after: Arrays, g_ys: Arrays
     ) -> tuple[Arrays, Arrays, Arrays]:
-        """Return the cotangents of constants, of the first carry and of inputs.
-
-        ``after`` and ``g_ys`` are the cotangents of the last carry and of the outputs, where None
-        means zero. Constants and inputs without a gradient get None.
-        """
+        """Return the cotangents of constants, of the first carry and of inputs. ``after`` and
+        ``g_ys`` are the cotangents of the last carry and of the outputs, where None means zero.
+        Constants and inputs without a gradient get None."""
         slots, tape = held
         if not tape:
             tape = self._tape()

@@ -211,10 +211,8 @@ class _Scan:
 
 
 def _differentiated_as(plain: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``run`` with the derivative of ``plain``.
-
-    The results of ``plain`` are the first results of ``run``; derivatives of the others are zero.
-    """
+    """Return ``run`` with the derivative of ``plain``. The results of ``plain`` are the first
+    results of ``run``; derivatives of the others are zero."""
 
     @jax.custom_jvp
     def call(*operands: Any) -> Any:

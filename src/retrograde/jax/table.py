@@ -119,10 +119,8 @@ class _Filler:
                 self._back(start)
 
     def run_last_again(self, length: int) -> None:
-        """Record the last range at the beginning of the backward pass instead.
-
-        This is done only if the range is short and the forward sweep records nothing else.
-        """
+        """Record the last range at the beginning of the backward pass instead. This is done only if
+        the range is short and the forward sweep records nothing else."""
         *before, last = self.rows[: self.forward]
         kind, start, stop, load, _, _ = last
         recorded = any(row[0] == Kind.RECORD for row in before)

@@ -26,10 +26,6 @@ BlockSweep = Callable[..., Tensor]
 Products = Callable[[Slopes, Tensor, Tensor | None], Tensor]
 
 
-def _as_it_is(hidden: Tensor, samples: int) -> Tensor:
-    return hidden
-
-
 @dataclass(frozen=True)
 class Kernels:
     """One implementation of the recurrence, with the signatures of ``sweep``, ``cells``, ``cpu``.
@@ -48,7 +44,7 @@ class Kernels:
     forward: "Callable[[Weights, int], Forward] | None" = None
     backward: "type[Backward] | None" = None
     recall: Recall | None = None
-    prepare: Callable[[Tensor, int], Tensor] = _as_it_is
+    prepare: Callable[[Tensor, int], Tensor] = lambda hidden, samples: hidden
     wide: Callable[[Tensor], BlockSweep] | None = None
 
     def sweep_with(self, hidden: Tensor, samples: int) -> BlockSweep:
@@ -99,10 +95,8 @@ def kernels(device: str, dtype: torch.dtype, size: int) -> Kernels:
 
                 return either.join(cuda.WideSweep(hidden).sweep, plain)
 
-            loops = swept, sweep.scan, gates, sweep.products
-            return Kernels("triton", *loops, wide=wide)
-        scanned = either.join(cuda.scan, sweep.scan)
-        return Kernels("triton", swept, scanned, gates, sweep.products)
+            return Kernels("triton", swept, sweep.scan, gates, sweep.products, wide=wide)
+        return Kernels("triton", swept, either.join(cuda.scan, sweep.scan), gates, sweep.products)
     return _plain()
 
 

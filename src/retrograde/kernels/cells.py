@@ -118,11 +118,9 @@ GateSlopes = tuple[Callable[[Tensor, Tensor, Tensor], "Slopes"], Callable[..., "
 
 @dataclass(frozen=True)
 class Weights:
-    """A layer's parameters in one direction, for K gates.
-
-    They are torch's weight_ih (K·H, I), weight_hh (K·H, H), and bias_ih and bias_hh (K·H,), or
-    None. A formula may have ``units`` (V, H) too.
-    """
+    """A layer's parameters in one direction, for K gates. They are torch's weight_ih (K·H, I),
+    weight_hh (K·H, H), and bias_ih and bias_hh (K·H,), or None. A formula may have ``units`` (V, H)
+    too."""
 
     kind: AnyKind
     inputs: Tensor
@@ -168,12 +166,9 @@ class Weights:
 
 @dataclass(frozen=True)
 class Kept:
-    """What a forward pass may keep.
-
-    ``gates`` are an LSTM's i, f, g, o (L, B, 4 H), or the sums that enter a formula's gates.
-    ``cells`` is c before each step (L, B, H); a formula has all other parts, and then U h of split
-    gates.
-    """
+    """What a forward pass may keep. ``gates`` are an LSTM's i, f, g, o (L, B, 4 H), or the sums
+    that enter a formula's gates. ``cells`` is c before each step (L, B, H); a formula has all other
+    parts, and then U h of split gates."""
 
     gates: Tensor
     cells: Tensor
@@ -185,11 +180,9 @@ class Kept:
 
 @dataclass(frozen=True)
 class Resets:
-    """Where the samples of a layer begin anew, before some of its steps.
-
-    ``starts`` (L, B) is true before such a step. ``entry`` (B, n) is the state that it begins with,
-    and ``gradient`` (B, n) receives the sum of that state's gradients.
-    """
+    """Where the samples of a layer begin anew, before some of its steps. ``starts`` (L, B) is true
+    before such a step. ``entry`` (B, n) is the state that it begins with, and ``gradient`` (B, n)
+    receives the sum of that state's gradients."""
 
     starts: Tensor
     entry: Tensor
@@ -200,10 +193,8 @@ class Resets:
         return replace(self, starts=self.starts[steps])
 
     def enter(self, t: int | slice, h: Tensor | None = None, c: Tensor | None = None) -> None:
-        """Overwrite the states of those samples that begin anew before step t.
-
-        States are (B, H), or (L, B, H) for a slice of L steps.
-        """
+        """Overwrite the states of those samples that begin anew before step t. States are (B, H),
+        or (L, B, H) for a slice of L steps."""
         starts = self.starts[t].unsqueeze(-1)
         if h is not None:
             torch.where(starts, self.entry[:, : h.shape[-1]], h, out=h)
@@ -219,11 +210,9 @@ class Resets:
 
 @dataclass(frozen=True)
 class Block:
-    """A block of a layer's steps for its backward pass.
-
-    It has x (L, B, I), and h before and after each step (L, B, H). For an LSTM it has c before the
-    first step (B, H), and the kept gates and cells if there are any.
-    """
+    """A block of a layer's steps for its backward pass. It has x (L, B, I), and h before and after
+    each step (L, B, H). For an LSTM it has c before the first step (B, H), and the kept gates and
+    cells if there are any."""
 
     x: Tensor
     before: Tensor
@@ -267,21 +256,13 @@ class Slopes:
 
 
 def slopes(
-    weights: Weights,
-    x: Tensor,
-    before: Tensor,
-    after: Tensor,
-    c: Tensor | None = None,
-    gates: GateSlopes | None = None,
-    known: Tensor | None = None,
-    resets: Resets | None = None,
-) -> Slopes:
-    """Return the slopes of all L steps, computed at once.
-
-    ``x`` is (L, B, I), ``before`` and ``after`` are h before and after each step (L, B, H). An LSTM
-    needs c before the first step (B, H). If its gates ``known`` (L, B, 4 H) were kept, they are
-    overwritten. ``gates`` may be faster forms of :func:`gru_slopes` and :func:`lstm_slopes`.
-    """
+    weights: Weights, x: Tensor, before: Tensor, after: Tensor, c: Tensor | None = None,
+    gates: GateSlopes | None = None, known: Tensor | None = None, resets: Resets | None = None,
+) -> Slopes:  # fmt: skip
+    """Return the slopes of all L steps, computed at once. ``x`` is (L, B, I), ``before`` and
+    ``after`` are h before and after each step (L, B, H). An LSTM needs c before the first step
+    (B, H). If its gates ``known`` (L, B, 4 H) were kept, they are overwritten. ``gates`` may be
+    faster forms of :func:`gru_slopes` and :func:`lstm_slopes`."""
     assert not isinstance(weights.kind, Formula)
     by_gru, by_lstm = gates or (gru_slopes, lstm_slopes)
     with torch.no_grad():
@@ -316,12 +297,9 @@ def _linear(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def gru_slopes(inputs: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
-    """Return a GRU's slopes.
-
-    ``inputs`` and ``hidden`` (L, B, 3 H) are what inputs and states contribute to the gates, biases
-    included. ``inputs`` may be overwritten, and the result overwrites ``hidden``. ``before`` is h
-    before each step (L, B, H).
-    """
+    """Return a GRU's slopes. ``inputs`` and ``hidden`` (L, B, 3 H) are what inputs and states
+    contribute to the gates, biases included. ``inputs`` may be overwritten, and the result
+    overwrites ``hidden``. ``before`` is h before each step (L, B, H)."""
     size = before.shape[-1]
     rz, n, m = inputs[..., : 2 * size], inputs[..., 2 * size :], hidden[..., 2 * size :]
     rz.add_(hidden[..., : 2 * size]).sigmoid_()
@@ -339,12 +317,9 @@ def gru_slopes(inputs: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
 def lstm_slopes(
     gates: Tensor, after: Tensor, c: Tensor, known: bool = False, resets: Resets | None = None
 ) -> Slopes:
-    """Return an LSTM's slopes.
-
-    ``gates`` (L, B, 4 H) are the sums that enter the gates, or i, f, g, o themselves if ``known``.
-    The result overwrites them. ``c`` is that before the first step (B, H). Faster forms compute
-    tanh c = h / o from ``after``, h after each step (L, B, H).
-    """
+    """Return an LSTM's slopes. ``gates`` (L, B, 4 H) are the sums that enter the gates, or i, f, g,
+    o themselves if ``known``. The result overwrites them. ``c`` is that before the first step
+    (B, H). Faster forms compute tanh c = h / o from ``after``, h after each step (L, B, H)."""
     size = c.shape[-1]
     i, f, g, o = gates.chunk(4, -1)
     if not known:
@@ -380,11 +355,8 @@ def _cell_states(
 
 
 def pull(step: Slopes, hidden: Tensor, rows: Tensor) -> Tensor:
-    """Multiply gradients ``rows`` (B, R, n) by the Jacobian of one step.
-
-    B is any batch shape, R the rows of a sample. n is H, or 2 H for (h, c). The slopes are
-    (B, K, H) and (B, H).
-    """
+    """Multiply gradients ``rows`` (B, R, n) by the Jacobian of one step. B is any batch shape, R
+    the rows of a sample. n is H, or 2 H for (h, c). The slopes are (B, K, H) and (B, H)."""
     gates, kept = _gates(step, rows)
     return _joined(gates.flatten(-2) @ hidden, kept, rows)
 
@@ -401,9 +373,7 @@ def pull_to_inputs(step: Slopes, weights: Weights, rows: Tensor) -> tuple[Tensor
 
 def _gates(step: Slopes, rows: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of the gates (B, R, K, H), and those that bypass the gates (B, R, H).
-
-    The latter go to a GRU's h or an LSTM's c before the step. An RNN has none.
-    """
+    The latter go to a GRU's h or an LSTM's c before the step. An RNN has none."""
     keep, size = step.keep, step.gates.shape[-1]
     if step.gates.shape[-2] < 4:
         gates = rows.unsqueeze(-2) * step.gates.unsqueeze(-3)

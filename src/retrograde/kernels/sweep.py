@@ -39,11 +39,9 @@ CANCELLATION = 100.0
 def sweep(
     slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, resets: Resets | None = None
 ) -> Tensor:
-    """Backpropagate a block step by step; return the gradient of the state before it.
-
-    ``g`` (B, n) is the gradient of the state after the block, n = H, or 2 H for (h, c). ``dy``
-    (L, B, H) is the loss's gradient of the outputs, None for zero. The gradients of the gates
-    overwrite ``slopes``.
+    """Backpropagate a block step by step; return the gradient of the state before it. ``g`` (B, n)
+    is the gradient of the state after the block, n = H, or 2 H for (h, c). ``dy`` (L, B, H) is the
+    loss's gradient of the outputs, None for zero. The gradients of the gates overwrite ``slopes``.
     """
     size = hidden.shape[1]
     for t in range(slopes.gates.shape[0] - 1, -1, -1):
@@ -78,11 +76,9 @@ def scan(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, chunk: in
 
 
 def products(chunks: Slopes, hidden: Tensor, losses: Tensor | None) -> Tensor:
-    """Return the result of the first phase, (C, B, n + 1, n).
-
-    It has for each chunk the product of Jacobians P, and d as the last row. A gradient g after a
-    chunk is g P + d before it. The slopes are (C, L, B, …), ``losses`` (C, L, B, H) or None.
-    """
+    """Return the result of the first phase, (C, B, n + 1, n). It has for each chunk the product of
+    Jacobians P, and d as the last row. A gradient g after a chunk is g P + d before it. The slopes
+    are (C, L, B, …), ``losses`` (C, L, B, H) or None."""
     count, length, samples, _, size = chunks.gates.shape
     n = size * (2 if chunks.gates.shape[-2] == 4 else 1)
     like = chunks.gates
@@ -96,11 +92,9 @@ def products(chunks: Slopes, hidden: Tensor, losses: Tensor | None) -> Tensor:
 
 
 def trusted(rows: Tensor, after: Tensor) -> bool:
-    """Return whether the gradients of :func:`carry` are exact up to rounding; warn if not.
-
-    Rounding errors grow with the terms |g| |P|. So the terms must be finite, and not far larger
-    than the largest gradient.
-    """
+    """Return whether the gradients of :func:`carry` are exact up to rounding; warn if not. Rounding
+    errors grow with the terms |g| |P|. So the terms must be finite, and not far larger than the
+    largest gradient."""
     found = (after.abs().unsqueeze(-2) @ rows[..., :-1, :].abs()).amax()
     sizes = torch.maximum(after.abs().amax(), rows[..., -1, :].abs().amax())
     terms, largest = torch.stack([found, sizes]).tolist()
@@ -131,12 +125,10 @@ def carry(rows: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def safe_chunk(hidden: Tensor, chunk: int) -> int:
-    """Return the longest chunk, from 1 to ``chunk``, whose products should not overflow.
-
-    The norm of a step's Jacobian is estimated as 1 + ‖U‖₂, with ‖U‖₂ ≤ √(‖U‖₁ ‖U‖_∞). Typical
-    products grow far less. So the limit is the range of the dtype, not the smaller growth at which
-    :func:`trusted` refuses.
-    """
+    """Return the longest chunk, from 1 to ``chunk``, whose products should not overflow. The norm
+    of a step's Jacobian is estimated as 1 + ‖U‖₂, with ‖U‖₂ ≤ √(‖U‖₁ ‖U‖_∞). Typical products grow
+    far less. So the limit is the range of the dtype, not the smaller growth at which
+    :func:`trusted` refuses."""
     magnitudes = hidden.abs()
     norm = math.sqrt(float(magnitudes.sum(0).amax() * magnitudes.sum(1).amax()))
     if not math.isfinite(norm):
@@ -170,10 +162,8 @@ def _step(step: Slopes, hidden: Tensor, g: Tensor) -> Tensor:
 def in_chunks(
     slopes: Slopes, dy: Tensor | None, rest: int, chunk: int
 ) -> tuple[Slopes, Tensor | None]:
-    """Return views of slopes and losses with chunks as the first dimension.
-
-    ``dy`` has ``rest`` more steps at its beginning, which are skipped.
-    """
+    """Return views of slopes and losses with chunks as the first dimension. ``dy`` has ``rest``
+    more steps at its beginning, which are skipped."""
 
     def cut(t: Tensor) -> Tensor:
         found: Tensor = t.unflatten(0, (-1, chunk))

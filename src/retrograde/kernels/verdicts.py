@@ -14,10 +14,8 @@ from torch import Tensor
 
 
 class Verdicts:
-    """Verdicts that are under way. After the first bad one, ``warn`` is called, and none is read.
-
-    A verdict is a tensor of one number, which is 0 if all is well.
-    """
+    """Verdicts that are under way. After the first bad one, ``warn`` is called, and none is read. A
+    verdict is a tensor of one number, which is 0 if all is well."""
 
     def __init__(self, warn: Callable[[], None]) -> None:
         self.warn, self.told = warn, False

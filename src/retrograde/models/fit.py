@@ -123,10 +123,8 @@ def fit(
 
 def timed(found: Fit, module: nn.RNNBase, inputs: Any, state: Any) -> Fit:
     """Return the plan of a recurrent module with its seconds, and those of torch's own kernels.
-
     Both are measured. Where torch's own would take much memory, it runs on a part of the steps, or
-    on none of a packed batch.
-    """
+    on none of a packed batch."""
     weights, own = stand_ins(last_weights(module)), twin(module)  # none is computed anew
     ours, theirs = over_weights(own, weights, type(own)), over_weights(own, weights)
     ours.memory = found.budget_bytes
@@ -149,9 +147,8 @@ def timed(found: Fit, module: nn.RNNBase, inputs: Any, state: Any) -> Fit:
 
 
 def iteration_seconds(found: Fit, times: RangeTimes) -> float:
-    """Return the predicted time of an iteration by a schedule, from the times of ranges.
-
-    A schedule records and backpropagates every step once, whatever else it runs forward. Ordinary
+    """Return the predicted time of an iteration by a schedule, from the times of ranges. A schedule
+    records and backpropagates every step once, whatever else it runs forward. Ordinary
     backpropagation through a long sequence takes longer on CPUs: the system maps its memory again.
     """
     length, records = found.schedule.length, int(np.sum(found.schedule.kind == Verb.RECORD))

@@ -14,13 +14,9 @@ _MIXED = ("msm", "best")
 
 
 def check_policy(
-    policy: str,
-    *,
-    alpha: int | None = None,
-    beta: int | None = None,
-    state: int | None = None,
+    policy: str, *, alpha: int | None = None, beta: int | None = None, state: int | None = None,
     has_memory: bool = True,
-) -> None:
+) -> None:  # fmt: skip
     """Refuse an unknown policy, and arguments that are missing or that it does not take."""
     if policy not in POLICIES:
         raise ScheduleError(f"unknown policy {policy!r}: use one of {', '.join(POLICIES)}")

@@ -93,10 +93,8 @@ class OutputLifetime(NamedTuple):
 def one_after_the_other(
     rows: Sequence[Sequence[CallSizes]], waits: Sequence[OutputLifetime]
 ) -> list[CallSizes]:
-    """Return the calls of several rows, which run in turn, and go back in the opposite order.
-
-    The first input of all and the last output are the caller's.
-    """
+    """Return the calls of several rows, which run in turn, and go back in the opposite order. The
+    first input of all and the last output are the caller's."""
     calls: list[CallSizes] = []
     for number, row in enumerate(rows):
         outputs = [(rows[r][-1].gradient_bytes, waits[r]) for r in range(number)]

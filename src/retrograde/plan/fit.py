@@ -180,9 +180,8 @@ class Footprint:
 
 @lru_cache(8)
 class _Sizes:
-    """The curves of a footprint that a search reads, each computed once for a number of steps.
-
-    A plan's last ranges are shorter. If a shorter one was measured to take more, ``core`` has that.
+    """The curves of a footprint that a search reads, each computed once for a number of steps. A
+    plan's last ranges are shorter. If a shorter one was measured to take more, ``core`` has that.
     """
 
     def __init__(self, footprint: Footprint) -> None:
@@ -407,8 +406,7 @@ def _describe(
 
 def whole_fit(length: int, block: int, **found: Any) -> Fit:
     """Return a fit that records all steps in one range; ``found`` is the rest of :class:`Fit`."""
-    schedule = in_one_range(length)
-    return Fit(schedule=schedule, block=block, chunk=length, ordinary=False, **found)
+    return Fit(schedule=in_one_range(length), block=block, chunk=length, ordinary=False, **found)
 
 
 def in_one_range(length: int, units: Units | None = None) -> Schedule:

@@ -138,24 +138,16 @@ def plan(
 
 @overload
 def cost(
-    length: int,
-    memory: int | None = None,
-    policy: str = "hsm",
-    *,
-    alpha: int | None = None,
+    length: int, memory: int | None = None, policy: str = "hsm", *, alpha: int | None = None,
     beta: int | None = None,
-) -> int: ...
+) -> int: ...  # fmt: skip
 
 
 @overload
 def cost(
-    length: ArrayLike,
-    memory: ArrayLike | None = None,
-    policy: str = "hsm",
-    *,
-    alpha: int | None = None,
-    beta: int | None = None,
-) -> int | NDArray[np.int64]: ...
+    length: ArrayLike, memory: ArrayLike | None = None, policy: str = "hsm", *,
+    alpha: int | None = None, beta: int | None = None,
+) -> int | NDArray[np.int64]: ...  # fmt: skip
 
 
 def cost(

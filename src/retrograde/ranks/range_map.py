@@ -36,10 +36,8 @@ _BLOCK_BYTES = 2**22  # bytes of a block's slopes
 
 
 def has_closed_form(rnn: BudgetedRNN, x: Tensor) -> bool:
-    """Return whether :func:`rows_of` works for a module and an input, as called now.
-
-    Dropout, a projection and autocast have no closed form.
-    """
+    """Return whether :func:`rows_of` works for a module and an input, as called now. Dropout, a
+    projection and autocast have no closed form."""
     drops = rnn.dropout > 0 and rnn.training and rnn.num_layers > 1
     plain = not (drops or rnn.proj_size or torch.is_autocast_enabled(x.device.type))
     return plain and x.dtype in (torch.float32, torch.float64)

@@ -63,12 +63,10 @@ class LayerBackward:
         self.sweep: BlockSweep | None = None
 
     def add(self, block: Block, dy: Tensor | None, g: Tensor, dx: Tensor | None) -> Tensor:
-        """Backpropagate a span, and return the gradient of the state before it.
-
-        g is the gradient of the state after it, (n, H), or (n, 2 H) for (h, c). ``dy`` (L, n, H),
-        in any layout, is the loss's gradient of the outputs, None for zero. ``dx`` receives the
-        gradients of the inputs (L, n, I). The block's kept gates are overwritten.
-        """
+        """Backpropagate a span, and return the gradient of the state before it. That of the
+        state after it is g, (n, H), or (n, 2 H) for (h, c). ``dy`` (L, n, H), in any layout, is the
+        loss's gradient of the outputs, None for zero. ``dx`` receives the gradients of the inputs
+        (L, n, I). The block's kept gates are overwritten."""
         if self.in_one_loop:
             return self._in_one_loop(block, dy, g, dx)
         weights, known = self.weights, None if block.kept is None else block.kept.gates

@@ -36,7 +36,7 @@ from retrograde.run.transforms import (
     uncompiled,
 )
 from retrograde.schedule import Schedule
-from retrograde.schedule.schedule import check_schedule, refuse_both
+from retrograde.schedule.schedule import check_limit, check_schedule
 from retrograde.sizes.cache import LRUCache
 from retrograde.torch_private import flat_weights
 from retrograde.units import Memory, parse_memory
@@ -229,7 +229,8 @@ class BudgetedRNN(nn.RNNBase):
                 f"got {given} for two directions, which do not run in ranges of steps: expected "
                 "memory= or backward='scan' alone, or one direction; leave one out"
             )
-        refuse_both(self.memory, self.schedule)
+        if self.schedule is not None:
+            check_limit(self.memory, self.schedule)
 
     def _run(self, call: Call) -> tuple[Tensor, State] | None:
         """Return outputs and final state in the layout of the call, or None to run torch's own."""

@@ -96,10 +96,8 @@ class Layer:
         return 0 if self.top else rows * self.size * self.item
 
     def forward(self, rows: int, pass_rows: int) -> int:
-        """Return the peak of the working bytes of a forward pass.
-
-        A span has ``rows`` rows, and ``pass_rows`` is the rows that the gates' buffer holds.
-        """
+        """Return the peak of the working bytes of a forward pass. A span has ``rows`` rows, and
+        ``pass_rows`` is the rows that the gates' buffer holds."""
         numbers = self._pass(pass_rows)
         numbers += rows * self.width * (self._copies_x + (self.tracks > 1 or self.drops))
         if self.tracks > 1:

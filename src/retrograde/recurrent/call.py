@@ -38,11 +38,9 @@ State = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Plan:
-    """How a module runs: for each recurrence, its kernel or held plan, and its schedule.
-
-    A recurrence with None runs in the caller's graph, by torch's kernels. ``parts`` is empty if
-    torch's own module runs. ``fit`` is None if the caller gave the schedule.
-    """
+    """How a module runs: for each recurrence, its kernel or held plan, and its schedule. A
+    recurrence with None runs in the caller's graph, by torch's kernels. ``parts`` is empty if
+    torch's own module runs. ``fit`` is None if the caller gave the schedule."""
 
     parts: tuple[tuple[Kernel | HeldPlan | None, Schedule], ...]
     fit: Fit | None = None
@@ -133,10 +131,8 @@ class Call:
         return self.run_held(scans=False) if has_slopes(self.nets(self.weights)[0]) else None
 
     def run(self, plan: Plan) -> tuple[Tensor, State]:
-        """Run a plan, each recurrence on the outputs of the one before.
-
-        Returns the outputs, laid out as the inputs are, and the final state.
-        """
+        """Run a plan, each recurrence on the outputs of the one before. Returns the outputs, laid
+        out as the inputs are, and the final state."""
         place = self.module.place
         if self.has_dropout and place is None:
             place = Place(torch.randint(2**62, (), device=self.x.device))
@@ -208,10 +204,8 @@ class Call:
 
 
 def _apart(weights: Tensors) -> Tensors:
-    """Return the weights, as views if one is used twice or computed from another tensor.
-
-    Autograd then gives each view its own share of the gradient.
-    """
+    """Return the weights, as views if one is used twice or computed from another tensor. Autograd
+    then gives each view its own share of the gradient."""
     if all(w.is_leaf for w in weights) and len({id(w) for w in weights}) == len(weights):
         return weights
     return [w.view_as(w) for w in weights]

@@ -53,7 +53,6 @@ class _LayerTape(Tape):
 
 class LayerPass:
     """One layer of a track in a range of steps: where a span's numbers are, and how it runs.
-
     ``track`` and ``layer`` are numbers; ``place`` is the layer's number among those of all tracks.
     """
 
@@ -100,7 +99,6 @@ class LayerPass:
 
     def follow(self, span: Span) -> Kept | None:
         """Move a top layer's state from before a span to after it, when its outputs exist already.
-
         No recurrence of h is run. Return an LSTM's gates, which its c needs; None for other layers.
         """
         h, *c = self.state(span)
@@ -178,11 +176,9 @@ class LayerPass:
         return self.tape.below[layer][a - first : b - first].view(len(span), span.samples, -1)
 
     def _keeps(self, span: Span) -> bool:
-        """Return whether the gates of a span are kept.
-
-        They are kept for the last steps of each track. A recorded range of one span that is only a
-        part of all steps keeps those of its top layer, which is backpropagated next.
-        """
+        """Return whether the gates of a span are kept. They are kept for the last steps of each
+        track. A recorded range of one span that is only a part of all steps keeps those of its top
+        layer, which is backpropagated next."""
         core, length = self.core, self.core.rows.length
         if not core.form.keeps or core.forward is None:
             return False
@@ -192,10 +188,8 @@ class LayerPass:
 
 
 class HeldLayers(Core):
-    """Several layers in one direction, or one layer in two directions; without projections.
-
-    The last ``plan.kept`` steps of each track of an LSTM keep their gates.
-    """
+    """Several layers in one direction, or one layer in two directions; without projections. The
+    last ``plan.kept`` steps of each track of an LSTM keep their gates."""
 
     advances_many = True
 
@@ -347,10 +341,8 @@ class HeldLayers(Core):
         tape.below.clear()
 
     def spans(self, number: int, start: int, stop: int) -> list[Span]:
-        """Return the spans of a range, in the order in which a track runs them.
-
-        A new span begins where gates begin to be kept.
-        """
+        """Return the spans of a range, in the order in which a track runs them. A new span begins
+        where gates begin to be kept."""
         if self.steps:
             assert (number, start, stop) == (0, 0, self.rows.length)
             return [Span(a, b, self.batch) for a, b in pairwise(accumulate(self.steps, initial=0))]
@@ -388,10 +380,8 @@ class HeldLayers(Core):
         return self.masks(x.contiguous(), k, steps)
 
     def _totals(self, number: int, parameters: list[Tensor | None]) -> list[dict[str, Tensor]]:
-        """Return, for each layer, the sums of its weights' gradients by name.
-
-        A frozen weight gets a sum of its own, which is discarded.
-        """
+        """Return, for each layer, the sums of its weights' gradients by name. A frozen weight gets
+        a sum of its own, which is discarded."""
         known = {id(w): t for w, t in zip(self.parameters, parameters, strict=True)}
         found = []
         parts = self.net.parts[number * self.count :]

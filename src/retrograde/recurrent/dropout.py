@@ -31,11 +31,9 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Dropout:
-    """Dropout that zeroes elements with probability p and divides the others by 1 − p.
-
-    ``layer`` is the number of the core's first layer in the module. ``first`` says whether the
-    core's own inputs are dropped too.
-    """
+    """Dropout that zeroes elements with probability p and divides the others by 1 − p. ``layer`` is
+    the number of the core's first layer in the module. ``first`` says whether the core's own inputs
+    are dropped too."""
 
     p: float
     place: Place
@@ -46,10 +44,8 @@ class Dropout:
         self, x: Tensor, number: int, steps: Tensor, sizes: Tensor | None = None
     ) -> Tensor:
         """Drop elements of the input of layer ``number`` of the core at consecutive ``steps`` (L,).
-
         x is (L, B, H). If packed it is (rows, H), and ``sizes`` (L,) gives the sequences at each
-        step.
-        """
+        step."""
         if number == 0 and not self.first:
             return x
         real = x.dtype in (torch.float32, torch.float64) and not x.requires_grad

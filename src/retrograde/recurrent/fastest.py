@@ -65,10 +65,8 @@ class Candidate(NamedTuple):
 def candidate(
     net: Layers, batch: int, kernel: Kernel = run_torch, dropout: Dropout | None = None
 ) -> Candidate:
-    """Return the core by which a kernel runs layers of one direction.
-
-    torch's own module may run them instead, if ``kernel`` is torch's.
-    """
+    """Return the core by which a kernel runs layers of one direction. Torch's own module may run
+    them instead, if ``kernel`` is torch's."""
     ours, costs = kernel is not run_torch, _CUDA
     if net.weights[0].device.type == "cpu":
         costs = _CPU["compiled" if ours else str(net.mode).split("_")[0]]
@@ -97,10 +95,8 @@ def footprints(
     several: Sequence[Candidate], inputs: Inputs, state: Tensors, memory: Memory | None,
     first: Tensors | None,
 ) -> list[Footprint]:  # fmt: skip
-    """Measure each candidate as :func:`footprint` does, which explains ``first``.
-
-    The bytes of ordinary backpropagation are measured on the first candidate.
-    """
+    """Measure each candidate as :func:`footprint` does, which explains ``first``. The bytes of
+    ordinary backpropagation are measured on the first candidate."""
     found: list[Footprint] = []
     ordinary: Curve | Highest | None = None
     for core, costs in several:
@@ -113,12 +109,10 @@ def footprints(
 def fit_measured(
     core: Core, inputs: Inputs, state: Tensors, memory: Memory | None, sizes: Footprint
 ) -> tuple[Fit, Footprint]:
-    """Return the fastest schedule for a core within a budget, and its footprint.
-
-    If steps are not known to take equal bytes, each length that the schedule uses is measured. This
-    repeats until the predicted peak is within the budget. Raises BudgetError if even the smallest
-    schedule does not fit.
-    """
+    """Return the fastest schedule for a core within a budget, and its footprint. If steps are not
+    known to take equal bytes, each length that the schedule uses is measured. This repeats until
+    the predicted peak is within the budget. Raises BudgetError if even the smallest schedule does
+    not fit."""
     while True:
         found = fit(len(inputs), memory, sizes)
         if found.ordinary or not core.records_ranges or sizes.even:
@@ -132,10 +126,8 @@ def fit_fastest(
     several: Sequence[Candidate], sizes: list[Footprint], inputs: Inputs, state: Tensors,
     memory: Memory | None,
 ) -> tuple[int, Fit]:  # fmt: skip
-    """Return the number of the fastest candidate within a budget, and its fit.
-
-    ``sizes`` are updated in place. Raises BudgetError if the budget is too small for every core.
-    """
+    """Return the number of the fastest candidate within a budget, and its fit. ``sizes`` are
+    updated in place. Raises BudgetError if the budget is too small for every core."""
     length = len(inputs)
     minimum = min(size.least_bytes(length) for size in sizes)
     best: tuple[int, Fit] | None = None

@@ -62,9 +62,8 @@ def fit_held(call: Call, memory: Memory | None) -> Plan:
     usual = ordinary(call.length, len(call.x))
     planner = _held_planner(call, ordinary, memory)
     held, found = planner.fit(lengths, memory, usual, partial(measure_whole, call))
-    while (
-        held is not None and held.forward_by == "torch"
-    ):  # between measured lengths bytes are guessed
+    # Between measured lengths bytes are guessed.
+    while held is not None and held.forward_by == "torch":
         steps = min(call.length, max(1, held.block // call.batch))
         if steps in dict(cast(Curve, planner.layers[0].vendor).points):
             break

@@ -28,19 +28,16 @@ def room_for(weights: Weights, x: Tensor) -> Kept | None:
     make, form = kernels(x.device.type, x.dtype, weights.size).forward, weights.form
     if not form.keeps or make is None:
         return None
-    sizes = form.gates, form.aside
-    return Kept(*(x.new_empty(*x.shape[:2], n * weights.size) for n in sizes))
+    return Kept(*(x.new_empty(*x.shape[:2], n * weights.size) for n in (form.gates, form.aside)))
 
 
 @torch.no_grad()
 def run(
     weights: Weights, x: Tensor, state: tuple[Tensor, ...], kept: Kept | None = None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Run inputs x (L, B, I) by the fastest kernel. Return outputs (L, B, H) and the state after.
-
-    A state is (h,) or (h, c), each (B, H). ``kept``, from :func:`room_for`, receives an LSTM's
-    gates and cells.
-    """
+    """Run inputs x (L, B, I) by the fastest kernel. Return outputs (L, B, H) and the state after. A
+    state is (h,) or (h, c), each (B, H). ``kept``, from :func:`room_for`, receives an LSTM's gates
+    and cells."""
     make = kernels(x.device.type, x.dtype, weights.size).forward
     after = [s.clone(memory_format=torch.contiguous_format) for s in state]
     y = x.new_empty(*x.shape[:2], weights.size)

@@ -26,11 +26,9 @@ from retrograde.run.layout import Rows
 
 
 class Fused(AutogradCore):
-    """Layers of one direction, where one call runs a range of steps.
-
-    A call's leaves are those of :class:`retrograde.run.layout.Rows`: inputs, then step numbers if
-    there is dropout, then sizes if the batch is packed.
-    """
+    """Layers of one direction, where one call runs a range of steps. A call's leaves are those of
+    :class:`retrograde.run.layout.Rows`: inputs, then step numbers if there is dropout, then sizes
+    if the batch is packed."""
 
     aliases = (None,)
 
@@ -76,11 +74,9 @@ def run_held(
     net: Layers, x: Tensor, state: Tensors, sizes: Tensor | None, *, scans: bool = False,
     lightly: bool = False,
 ) -> tuple[Tensor, Tensors]:  # fmt: skip
-    """Run held layers over all steps, and backpropagate by steps or by a scan.
-
-    This is a :data:`retrograde.recurrent.vendor.Kernel`. On a CPU it may take as little memory as
-    there is a way to.
-    """
+    """Run held layers over all steps, and backpropagate by steps or by a scan. This is a
+    :data:`retrograde.recurrent.vendor.Kernel`. On a CPU it may take as little memory as there is a
+    way to."""
     rows, batch = Rows(len(x) if sizes is None else len(sizes), sizes), state[0].shape[1]
     plan = held_plan(net, rows.length, batch, scans=scans)
     if lightly:

@@ -61,11 +61,9 @@ def _taker(
     call: Call, batch: int, like: Callable[[Tensor], Tensor] = torch.ones_like, *,
     whole: bool = False,
 ) -> Callable[[int], tuple[int, int]]:  # fmt: skip
-    """Return what measures the first steps of a call, for its first ``batch`` sequences.
-
-    ``like`` makes the gradient of an output. A packed batch has sequences of one length, unless it
-    is measured as a ``whole``.
-    """
+    """Return what measures the first steps of a call, for its first ``batch`` sequences. ``like``
+    makes the gradient of an output. A packed batch has sequences of one length, unless it is
+    measured as a ``whole``."""
     x, packed = call.x, call.sizes is not None
     if packed and not whole:
         x = x.new_zeros(call.measured_length * batch, x.shape[1])

@@ -130,10 +130,8 @@ class Planner:
 
     def _blocks(self, lengths: Sequences, *, certain: bool = False) -> list[int]:
         """Return the lengths of a span to try, in rows, the longest first; the last is one step.
-
         The lengths at which the vendor's forward pass was measured are among them. If the bytes
-        must be ``certain``, there are no others.
-        """
+        must be ``certain``, there are no others."""
         batch = self.layers[0].batch
         longest = steps = max(1, min(self.most // batch, lengths.length))
         curves = [dict(one.vendor.points) for one in self.layers if one.vendor is not None]
@@ -167,10 +165,8 @@ class Planner:
     def _fastest(
         self, lengths: Sequences, budget: int, told: dict[str, int]
     ) -> tuple[HeldPlan, Fit]:
-        """Return the plan of least nominal time.
-
-        Ranges of a part of the steps are planned only if no plan with one range of all steps fits.
-        """
+        """Return the plan of least nominal time. Ranges of a part of the steps are planned only if
+        no plan with one range of all steps fits."""
         layer, best, least = self.layers[0], None, inf
         blocks = self._blocks(lengths)
         if layer.loops:  # no spans needed for the cache
@@ -193,12 +189,9 @@ class Planner:
 
     @cached_property
     def _means(self) -> list[HeldPlan]:
-        """The means that may run the layers, the fastest first.
-
-        Loops need copies of the weights in a layout of their own. The backward pass holds the
-        copies of all layers at once. As many of the lower layers as the budget requires run
-        without, and slower.
-        """
+        """The means that may run the layers, the fastest first. Loops need copies of the weights in
+        a layout of their own. The backward pass holds the copies of all layers at once. As many of
+        the lower layers as the budget requires run without, and slower."""
         layer, count = self.layers[0], 1 if self._both else len(self.layers)
         if layer.forward_by == "torch":
             return [HeldPlan(0, forward_by="torch", backward_by=(layer.forward_by,) * count)]
@@ -214,12 +207,9 @@ class Planner:
     def _in_ranges(
         self, lengths: Sequences, blocks: list[int], budget: int, told: dict[str, int]
     ) -> tuple[HeldPlan, Fit]:
-        """Return a plan in ranges of steps.
-
-        First the means and the length of a span are chosen, by nominal time. For this, ranges have
-        equal length and Revolve decides which of them are recomputed. Then the ranges themselves
-        are planned.
-        """
+        """Return a plan in ranges of steps. First the means and the length of a span are chosen, by
+        nominal time. For this, ranges have equal length and Revolve decides which of them are
+        recomputed. Then the ranges themselves are planned."""
         found: list[tuple[float, HeldPlan, Footprint]] = []
         for means in self._means:
             for block in blocks:
@@ -270,12 +260,10 @@ class Planner:
     def _time_in_ranges(
         self, lengths: Sequences, plan: HeldPlan, budget: int, sizes: Footprint
     ) -> float:
-        """Return the least nominal microseconds of a plan, over ranges of 1, 2, 4, … spans.
-
-        Only what depends on the plan is counted. If recomputed steps have a single layer, products
+        """Return the least nominal microseconds of a plan, over ranges of 1, 2, 4, … spans. Only
+        what depends on the plan is counted. If recomputed steps have a single layer, products
         follow its outputs. If they have several layers, all but the top one run step by step. If a
-        range has several spans, the gates of most are computed again.
-        """
+        range has several spans, the gates of most are computed again."""
         lstm, length, best = self.layers[0].form.keeps, lengths.length, inf
         steps = span = max(1, plan.block // self.layers[0].batch)
         weights = sum(4 * one.size * (one.size + one.width) for one in self.layers)
@@ -296,11 +284,8 @@ class Planner:
         return best
 
     def _pass_time(self, lengths: Sequences, plan: HeldPlan, passes: float, again: float) -> float:
-        """Return the nominal microseconds of a forward and a backward pass.
-
-        ``passes`` counts forward passes step by step. ``again`` is the share of gates that products
-        recompute.
-        """
+        """Return the nominal microseconds of a forward and a backward pass. ``passes`` counts
+        forward passes step by step. ``again`` is the share of gates that products recompute."""
         spans, total = len(plan.steps) or lengths.spans(plan.block), 0.0
         for layer in self._run_by(plan)[0]:
             size, gates = layer.size, layer.form.gates
@@ -331,11 +316,8 @@ class Planner:
         )
 
     def _footprint(self, plan: HeldPlan, lengths: Sequences, ordinary: int) -> Footprint:
-        """Return the bytes of ranges of steps, for any schedule over them.
-
-        A range of one span keeps the gates of its top layer. A longer range recomputes them in its
-        backward pass.
-        """
+        """Return the bytes of ranges of steps, for any schedule over them. A range of one span
+        keeps the gates of its top layer. A longer range recomputes them in its backward pass."""
         (layers,) = self._run_by(plan)
         length, block, top = lengths.length, plan.block, layers[-1]
         state, step = sum(one.state for one in layers), sum(one.below(one.batch) for one in layers)
@@ -380,9 +362,7 @@ class Planner:
 
     def _between(self, lengths: Sequences) -> int:
         """Return the bytes of sequences between layers of two directions, and of their gradients.
-
-        One gradient is held at a time, or two if there are more than two layers.
-        """
+        One gradient is held at a time, or two if there are more than two layers."""
         layer, many = self.layers[0], len(self.layers)
         if many == 1 or not self._both:
             return 0
@@ -394,11 +374,9 @@ class Planner:
         return self._peaks(lengths, plan)(plan.kept)
 
     def _peaks(self, lengths: Sequences, plan: HeldPlan) -> Callable[[int], int]:
-        """Return the peak bytes of a call, by the number of steps that keep their gates.
-
-        There is a peak while gates are kept, and a later one. Gates are kept until the backward
-        pass has passed their spans.
-        """
+        """Return the peak bytes of a call, by the number of steps that keep their gates. There is a
+        peak while gates are kept, and a later one. Gates are kept until the backward pass has
+        passed their spans."""
         nets, both = self._run_by(plan), self._both
         layers = [one for net in nets for one in net]
         rows = threads = lengths.largest(plan.block)

@@ -19,12 +19,9 @@ from retrograde.replay.trees import Tensors
 
 @dataclass(frozen=True)
 class SequenceResets:
-    """Where the samples of a recurrence begin anew.
-
-    ``starts`` has a bool tensor for each track, (T, B, 1) or packed (rows, 1), true before a step
-    that begins anew. ``state`` is the state with which it does: (h,) or (h, c), each
-    (layers · tracks, B, H).
-    """
+    """Where the samples of a recurrence begin anew. ``starts`` has a bool tensor for each track,
+    (T, B, 1) or packed (rows, 1), true before a step that begins anew. ``state`` is the state with
+    which it does: (h,) or (h, c), each (layers · tracks, B, H)."""
 
     starts: Tensors
     state: Tensors

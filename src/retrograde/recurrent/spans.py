@@ -47,11 +47,9 @@ class Span:
 def cut(
     start: int, stop: int, block: int, samples: int, sizes: Sequence[int] | None = None
 ) -> list[Span]:
-    """Return the spans of steps ``start`` … ``stop − 1``, in order.
-
-    A span has at most ``block`` rows, or one step where even that has more. ``sizes`` gives the
-    number of sequences at each step of a packed batch.
-    """
+    """Return the spans of steps ``start`` … ``stop − 1``, in order. A span has at most ``block``
+    rows, or one step where even that has more. ``sizes`` gives the number of sequences at each step
+    of a packed batch."""
     bounds = [start, stop]
     if sizes is not None:
         changes = (t for t in range(start + 1, stop) if sizes[t] != sizes[t - 1])
@@ -88,9 +86,7 @@ class Sequences:
 
     def spans(self, block: int) -> int:
         """Return the number of sequences summed over all spans, in units of the batch, rounded up.
-
-        Each span has at most ``block`` rows.
-        """
+        Each span has at most ``block`` rows."""
         total = sum(n * -(-steps // max(1, block // n)) for steps, n in self.runs)
         return -(-total // self.batch)
 
@@ -121,18 +117,11 @@ def sequential_block(
 
 
 def scan_lengths(
-    kind: AnyKind,
-    length: int,
-    samples: int,
-    inputs: int,
-    size: int,
-    dtype: torch.dtype,
+    kind: AnyKind, length: int, samples: int, inputs: int, size: int, dtype: torch.dtype,
     device: str,
-) -> tuple[int, int]:
-    """Return the steps of a block of a scan over T steps, and those of a chunk.
-
-    The chunk L has the least latency, 2 L + T / L.
-    """
+) -> tuple[int, int]:  # fmt: skip
+    """Return the steps of a block of a scan over T steps, and those of a chunk. The chunk L has the
+    least latency, 2 L + T / L."""
     chunk = max(1, min(round(math.sqrt(length / 2)), length))
     state = size * (2 if kind == "LSTM" else 1)
     wide = form_of(kind).gates * size + 2 * state  # a row, and its products with all slopes

@@ -130,11 +130,9 @@ def one_by_one(
 
 
 def laid_out(net: Layers, *, apart: bool = False) -> Layers:
-    """Return layers whose weights are in the vendor's layout.
-
-    All weights are laid out together, or with ``apart`` each layer's by itself. Gradients flow back
-    to the given weights. Weights that are in that layout already are returned as they are.
-    """
+    """Return layers whose weights are in the vendor's layout. All weights are laid out together, or
+    with ``apart`` each layer's by itself. Gradients flow back to the given weights. Weights that
+    are in that layout already are returned as they are."""
     if not copied_bytes(net, apart=apart):
         return net
     weights: Tensors = []
@@ -164,18 +162,8 @@ class _Laid(torch.autograd.Function):
         found, each = [w.detach() for w in weights], len(weights) // net.count
         (rows, size), inputs = weights[1].shape, weights[0].shape[1]
         hidden = rows // {"LSTM": 4, "GRU": 3}.get(str(net.mode), 1)
-        projected = size if each % 2 else 0
-        options = (
-            each,
-            inputs,
-            _NUMBERS[cast(Mode, net.mode)],
-            hidden,
-            projected,
-            net.count,
-            False,
-            False,
-        )
-        lay_out(found, *options)
+        projected, number = size if each % 2 else 0, _NUMBERS[cast(Mode, net.mode)]
+        lay_out(found, each, inputs, number, hidden, projected, net.count, False, False)
         return tuple(found)
 
     @staticmethod

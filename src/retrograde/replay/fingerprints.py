@@ -135,7 +135,6 @@ def _in_order(t: Tensor) -> Tensor | None:
 
 def verify(then: Fingerprint, t: Tensor, error: Callable[[], Exception], turn: int = 0) -> None:
     """Raise an error unless a tensor has the fingerprint that another had before, in that turn.
-
     Numbers on a GPU are compared when the running backward pass ends, so that nobody waits for one.
     """
     now, task = None if then is None else fingerprint(t, turn), backward_pass()

@@ -37,14 +37,9 @@ _NO_SECOND_ORDER = (
 
 
 def run_schedule(
-    core: Core,
-    schedule: Schedule,
-    inputs: Tensors,
-    state: Tensors,
-    layout: Layout | None = None,
-    *,
-    stand_ins: Tensors | None = None,
-) -> tuple[Tensors, Tensors]:
+    core: Core, schedule: Schedule, inputs: Tensors, state: Tensors, layout: Layout | None = None,
+    *, stand_ins: Tensors | None = None,
+) -> tuple[Tensors, Tensors]:  # fmt: skip
     """Run a recurrence so that ``schedule`` computes its gradient. Return the outputs and the state
     after the last step. ``stand_ins`` are given by a rehearsal: what receives the parameters'
     gradients. Its reruns are not compared, and it does not count as a pass of the core."""

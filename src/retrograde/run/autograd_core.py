@@ -275,11 +275,9 @@ class _Join(torch.autograd.Function):
 def _seeded(
     core: AutogradCore, tape: Graph, gradients: Gradients, index: int | slice
 ) -> list[tuple[GradientEdge | None, Gradient]]:
-    """Return the edges where a range's given gradients enter its graph.
-
-    Several contributions to one tensor are added as ordinary autograd adds them: a state's first,
-    then the outputs'. The last output was joined last.
-    """
+    """Return the edges where a range's given gradients enter its graph. Several contributions to
+    one tensor are added as ordinary autograd adds them: a state's first, then the outputs'. The
+    last output was joined last."""
     steps = tape.stop - tape.start
     joint = not core.fused and steps > 1
     found = [*zip(tape.state_edges, gradients.states, strict=True)]

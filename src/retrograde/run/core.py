@@ -37,11 +37,9 @@ def discard(start: int, stop: int, outputs: Tensors, *_: Tensors) -> None:
 
 @contextmanager
 def unsaved() -> Iterator[None]:
-    """Run layers in a block with a graph that saves nothing.
-
-    So the kernels run that run with a graph. Without gradients, torch takes other ones for
-    attention in ``eval()`` mode, or attention whose bias wants a gradient.
-    """
+    """Run layers in a block with a graph that saves nothing. So the kernels run that run with a
+    graph. Without gradients, torch takes other ones for attention in ``eval()`` mode, or attention
+    whose bias wants a gradient."""
     with torch.enable_grad(), saved_tensors_hooks(lambda _: None, _unpack):  # type: ignore[arg-type]
         yield
 

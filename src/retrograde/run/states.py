@@ -45,11 +45,9 @@ def shaped(given: Any, module: Any) -> Any:
 
 
 def renewed(t: Tensor) -> Tensor:
-    """Return a state as the plain loop hands it on, but without the graph behind it.
-
-    It requires a gradient, has a history and has attributes where the plain loop's has. What has no
-    history is returned as it is.
-    """
+    """Return a state as the plain loop hands it on, but without the graph behind it. It requires a
+    gradient, has a history and has attributes where the plain loop's has. What has no history is
+    returned as it is."""
     return entry(t)[1]
 
 

@@ -37,18 +37,12 @@ Progress = Callable[[int, int], object]
 
 
 def run_stream(
-    core: Core,
-    stream: Stream,
-    schedule: Schedule,
-    state: Tensors,
-    take_input: TakeInput | None = None,
-    progress: Progress | None = None,
-) -> tuple[Tensor, Tensors]:
-    """Run a recurrence with its loss, backpropagate it, and accumulate the gradients.
-
-    Returns the sum of all losses in double precision, and the state after the last step. Raises
-    CellError if a property of the core that was found at one step does not hold at another.
-    """
+    core: Core, stream: Stream, schedule: Schedule, state: Tensors,
+    take_input: TakeInput | None = None, progress: Progress | None = None,
+) -> tuple[Tensor, Tensors]:  # fmt: skip
+    """Run a recurrence with its loss, backpropagate it, and accumulate the gradients. Returns the
+    sum of all losses in double precision, and the state after the last step. Raises CellError if a
+    property of the core that was found at one step does not hold at another."""
     device = core.surroundings.device
     inputs, counter = stream, None
     if progress is not None:

@@ -43,9 +43,7 @@ _HOOKS = {
 
 def besides_forward(module: nn.Module) -> str | None:
     """Return what a call of a module does that its class's ``forward`` does not; None if nothing.
-
-    Only where it is None may anything stand in for the call, such as a compiled loop.
-    """
+    Only where it is None may anything stand in for the call, such as a compiled loop."""
     for table, name in _HOOKS.items():
         if getattr(module, table):
             return name

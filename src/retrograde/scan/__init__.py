@@ -20,24 +20,10 @@ if TYPE_CHECKING:
     from retrograde.scan.sparse.transposed import transposed_jacobian
 
 __all__ = [
-    "CSR",
-    "IDENTITY",
-    "UNREAD",
-    "Affine",
-    "Dense",
-    "Diagonal",
-    "Report",
-    "Vector",
-    "blelloch",
-    "chunked",
-    "combine",
-    "gradients",
-    "hybrid",
-    "linear",
-    "reference",
-    "register_layer",
+    "CSR", "IDENTITY", "UNREAD", "Affine", "Dense", "Diagonal", "Report", "Vector", "blelloch",
+    "chunked", "combine", "gradients", "hybrid", "linear", "reference", "register_layer",
     "transposed_jacobian",
-]
+]  # fmt: skip
 
 _HOMES = {
     "CSR": "retrograde.scan.sparse.csr",

@@ -10,18 +10,6 @@ from retrograde.schedule.schedule import Schedule, merge
 from retrograde.schedule.simulate import Replay, simulate
 
 __all__ = [
-    "Action",
-    "Advance",
-    "Backward",
-    "Chain",
-    "Free",
-    "Load",
-    "Record",
-    "Replay",
-    "Schedule",
-    "Store",
-    "Units",
-    "Verb",
-    "merge",
-    "simulate",
-]
+    "Action", "Advance", "Backward", "Chain", "Free", "Load", "Record", "Replay", "Schedule",
+    "Store", "Units", "Verb", "merge", "simulate",
+]  # fmt: skip

@@ -26,6 +26,7 @@ from retrograde.schedule.actions import Action, Code, Verb, decode, encode, of_w
 from retrograde.schedule.chain import Chain
 from retrograde.schedule.json_text import check_keys, fail, read, write
 from retrograde.schedule.simulate import Replay, simulate
+from retrograde.units import Memory, parse_memory
 
 _Verbs = NDArray[np.uint8]
 _Places = NDArray[np.int64]
@@ -109,14 +110,9 @@ class Schedule:
 
     @classmethod
     def from_codes(
-        cls,
-        codes: Sequence[Code],
-        *,
-        length: int,
-        policy: str = "custom",
-        memory: int | None = None,
-        units: Units | Chain | None = None,
-    ) -> "Schedule":
+        cls, codes: Sequence[Code], *, length: int, policy: str = "custom",
+        memory: int | None = None, units: Units | Chain | None = None,
+    ) -> "Schedule":  # fmt: skip
         """As :meth:`from_actions`, from codes (verb, start, stop), for long schedules."""
         try:
             table = np.array(codes, dtype=np.int64).reshape(-1, 3)
@@ -313,10 +309,12 @@ def forward_ranges(schedule: Schedule) -> tuple[NDArray[np.int64], NDArray[np.in
     return schedule.start[runs], schedule.stop[runs]
 
 
-def refuse_both(memory: object, schedule: Schedule | None) -> None:
-    """Refuse a budget together with a schedule, by a ScheduleError."""
-    if memory is not None and schedule is not None:
-        raise ScheduleError("given both memory and schedule: expected one; leave one out")
+def check_limit(memory: Memory | None, schedule: Schedule | None) -> None:
+    """Refuse a budget that cannot be read, and by a ScheduleError one beside a schedule."""
+    if memory is not None:
+        parse_memory(memory)
+        if schedule is not None:
+            raise ScheduleError("given both memory and schedule: expected one; leave one out")
 
 
 def check_schedule(schedule: Schedule, length: int) -> None:

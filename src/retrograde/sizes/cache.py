@@ -105,13 +105,9 @@ class CellFits(LRUCache[T]):
         self._steps: LRUCache[tuple[Hashable, Settled]] = LRUCache(most)
 
     def fit(
-        self,
-        parts: Sequence[Referents],
-        shapes: Hashable,
-        budget: Hashable,
-        step: Callable[[], tuple[Hashable, Settled]],
-        find: Callable[[Settled], T],
-    ) -> tuple[T, Settled]:
+        self, parts: Sequence[Referents], shapes: Hashable, budget: Hashable,
+        step: Callable[[], tuple[Hashable, Settled]], find: Callable[[Settled], T],
+    ) -> tuple[T, Settled]:  # fmt: skip
         """Return the fit for a cell, and properties that its calls have settled. ``find`` computes
         the fit for the largest step that was seen; ``step`` measures a step. ``parts`` are what it
         refers to. ``shapes`` is all else that these bytes depend on, and ``budget`` all else that

@@ -29,10 +29,8 @@ _SIGNS = {"alloc": 1, "free_requested": -1}
 @contextmanager
 def requests() -> Iterator[Callable[[], list[Event]]]:
     """Have the allocator keep its history, as long as it does not do so already for the user.
-
     Yields a function that returns the events of all cards and threads since the block began. It
-    raises RuntimeError where the user's history is too short for them.
-    """
+    raises RuntimeError where the user's history is too short for them."""
     if not torch.cuda.is_initialized():
         yield list
         return

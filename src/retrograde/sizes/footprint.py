@@ -67,15 +67,9 @@ class _Bytes:
 
 
 def footprint(
-    core: Core,
-    inputs: Inputs,
-    state: Tensors,
-    *,
-    ordinary: Curve | Highest | None = None,
-    memory: Memory | None = None,
-    first: Tensors | None = None,
-    ran: bool = False,
-) -> Footprint:
+    core: Core, inputs: Inputs, state: Tensors, *, ordinary: Curve | Highest | None = None,
+    memory: Memory | None = None, first: Tensors | None = None, ran: bool = False,
+) -> Footprint:  # fmt: skip
     """Measure the bytes of the first few steps of a core, which may have ``ran`` both ways before.
 
     ``ordinary`` gives the bytes of ordinary backpropagation; if None, they are measured too.

@@ -79,11 +79,9 @@ def grows_evenly(found: Highest) -> bool:
 
 
 def measure_pass(
-    forward: Callable[[], None],
-    backward: Callable[[], None],
-    drop: Callable[[], None],
+    forward: Callable[[], None], backward: Callable[[], None], drop: Callable[[], None],
     device: torch.device,
-) -> tuple[int, int]:
+) -> tuple[int, int]:  # fmt: skip
     """Return the working bytes at the peak of the forward pass, and of the backward pass. Memory
     that ``drop`` releases would belong to the caller, so it does not count."""
     one, other, _ = measure_phases([forward, backward, drop], device=device)
@@ -117,20 +115,12 @@ def outputs_tell(core: AutogradCore, inputs: Inputs, state: Tensors) -> bool:
 
 
 def ordinary_bytes(
-    core: AutogradCore,
-    inputs: Inputs,
-    state: Tensors,
-    steps: int,
-    *,
-    whole: bool,
-    like: Callable[[Tensor], Tensor] = torch.ones_like,
-    by: Callable[..., Any] = measure_pass,
-) -> Any:
-    """Return the working bytes, forward and backward, of ordinary backpropagation.
-
-    It runs through the first ``steps`` steps. The gradient, made by ``like``, starts at the
-    outputs, and if ``whole`` at the final state too. Another measure may be taken ``by`` the way.
-    """
+    core: AutogradCore, inputs: Inputs, state: Tensors, steps: int, *, whole: bool,
+    like: Callable[[Tensor], Tensor] = torch.ones_like, by: Callable[..., Any] = measure_pass,
+) -> Any:  # fmt: skip
+    """Return the working bytes, forward and backward, of ordinary backpropagation. It runs through
+    the first ``steps`` steps. The gradient, made by ``like``, starts at the outputs, and if
+    ``whole`` at the final state too. Another measure may be taken ``by`` the way."""
     # Allocated here, not by the caller.
     numbers = inputs[0:steps][-1:] if core.output_is_total else []
     roots: Tensors = []

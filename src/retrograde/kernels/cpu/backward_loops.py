@@ -79,11 +79,8 @@ class BackwardArrays(NamedTuple):
 
 @compiled
 def row_length(numbers: int) -> int:
-    """Return the distance from one row to the next, in numbers.
-
-    One vector is added. Otherwise, if H is a power of two, all rows would compete for the same few
-    lines of the cache.
-    """
+    """Return the distance from one row to the next, in numbers. One vector is added. Otherwise, if
+    H is a power of two, all rows would compete for the same few lines of the cache."""
     return whole_vectors(numbers) + LANES
 
 

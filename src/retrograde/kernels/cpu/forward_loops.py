@@ -62,10 +62,8 @@ def _multiply(
     gates: int, h: Reals, at: int, size: int, rows: int, weights: Reals, left: int, right: int,
     own: Reals, width: int,
 ) -> None:  # fmt: skip
-    """Write U h to ``own`` for all gates of the units left … right − 1.
-
-    ``h`` is flat, and the state of the first sample begins ``at`` a place.
-    """
+    """Write U h to ``own`` for all gates of the units left … right − 1. ``h`` is flat, and the
+    state of the first sample begins ``at`` a place."""
     own[:] = 0
     if weights.shape[1] == 1 and weights.shape[2] == size:  # as they lie
         for k in range(gates):
@@ -138,11 +136,9 @@ def recall(
     gates: Reals, aside: Reals, before: Reals, c: Reals, own: Reals, starts: NDArray[np.bool_],
     entry: Reals, first: int, last: int,
 ) -> None:  # fmt: skip
-    """Run the other parts of the state alone, given h ``before`` each step.
-
-    ``gates`` are all that enters the gates, overwritten by what is kept of them. ``aside`` has h's
-    part of split gates, and receives the other parts before each step.
-    """
+    """Run the other parts of the state alone, given h ``before`` each step. ``gates`` are all that
+    enters the gates, overwritten by what is kept of them. ``aside`` has h's part of split gates,
+    and receives the other parts before each step."""
     samples, size = before.shape[1:]
     flat, h, p = gates.reshape(-1), before.reshape(-1), own.reshape(-1)
     others, kept_aside = c.reshape(-1), aside.reshape(-1)

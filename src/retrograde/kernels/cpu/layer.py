@@ -22,11 +22,7 @@ from torch import Tensor
 from retrograde.kernels.cells import Block, Formula, Kept, Resets, Weights
 from retrograde.kernels.cpu.backward_loops import BackwardArrays, room_for
 from retrograde.kernels.cpu.forward_loops import ForwardArrays
-from retrograde.kernels.cpu.llvm.barrier import (
-    bounds_of_units,
-    parts_of_units,
-    share_or_meet,
-)
+from retrograde.kernels.cpu.llvm.barrier import bounds_of_units, parts_of_units, share_or_meet
 from retrograde.kernels.cpu.llvm.lanes import LANES, Reals
 from retrograde.kernels.cpu.llvm.threads import numbered, parts_for, share
 from retrograde.kernels.cpu.llvm.tiles import panels, panels_of, whole_vectors
@@ -44,10 +40,8 @@ def _own(weights: Weights) -> Reals:
 
 
 class Forward:
-    """A layer's forward pass for B samples, one range of steps at each call.
-
-    Without ``in_panels`` there is no copy of the weights, which is slower for small layers.
-    """
+    """A layer's forward pass for B samples, one range of steps at each call. Without ``in_panels``
+    there is no copy of the weights, which is slower for small layers."""
 
     def __init__(self, weights: Weights, samples: int, *, in_panels: bool = True) -> None:
         self.weights, gates = weights, weights.form.gates
@@ -261,8 +255,7 @@ def _constants(weights: Weights, again: bool) -> list[Reals]:
     zero = hidden.new_zeros(hidden.shape[0])
     given = [weights.bias_inputs, weights.bias_hidden]
     biases = torch.stack([zero if bias is None else bias.detach() for bias in given])
-    forward = panels(weights.inputs.t())[0], panels(hidden.t())[0], biases
-    return [t.numpy() for t in forward]
+    return [t.numpy() for t in (panels(weights.inputs.t())[0], panels(hidden.t())[0], biases)]
 
 
 # The rows of a tile of a product, and the most numbers of a matrix that is read without panels.
@@ -274,11 +267,9 @@ _LARGE = 2**18
 
 
 def _readable(w: Tensor, rows: int) -> Tensor:
-    """Return a matrix (R, N) for products with ``rows`` rows.
-
-    It is in panels, unless copying does not pay: it is then returned as (1, R, N). That is so if it
-    is small, its rows are whole vectors, and each of its numbers is read only once.
-    """
+    """Return a matrix (R, N) for products with ``rows`` rows. It is in panels, unless copying does
+    not pay: it is then returned as (1, R, N). That is so if it is small, its rows are whole
+    vectors, and each of its numbers is read only once."""
     is_plain = _is_plain(rows, *w.shape) and w.is_contiguous()
     return w.detach().unsqueeze(0) if is_plain else panels(w)[0]
 
@@ -290,12 +281,10 @@ def _is_plain(rows: int, count: int, width: int) -> bool:
 def recall(
     weights: Weights, x: Tensor, before: Tensor, c: Tensor | None, resets: Resets | None = None
 ) -> Kept:
-    """Recompute what a forward pass keeps, such as an LSTM's gates and c, from the kept h.
-
-    This takes matrix products, and a recurrence of c but none of h. ``x`` is (L, B, I), ``before``
-    is h before each step (L, B, H). ``c`` (B, N H), the other parts of the state before the first
-    step, is overwritten by those after the last. It is None if there are none.
-    """
+    """Recompute what a forward pass keeps, such as an LSTM's gates and c, from the kept h. This
+    takes matrix products, and a recurrence of c but none of h. ``x`` is (L, B, I), ``before`` is h
+    before each step (L, B, H). ``c`` (B, N H), the other parts of the state before the first step,
+    is overwritten by those after the last. It is None if there are none."""
     c = before.new_empty(0, weights.size) if c is None else c
     form, size = weights.form, weights.size
     gates, cells = (before.new_empty(*before.shape[:2], n * size) for n in (form.gates, form.aside))

@@ -52,9 +52,7 @@ FUNCTIONS = torch.sigmoid, torch.tanh, torch.relu, torch.heaviside
 
 def loops_of(cell: AnyKind, dtype: torch.dtype) -> Any:
     """Return the compiled loops of a cell, or the reason why a formula's step cannot be compiled.
-
-    The step's code and the numbers that it reads decide which loops these are.
-    """
+    The step's code and the numbers that it reads decide which loops these are."""
     if not isinstance(cell, Formula):
         return _loops_of_torch(cell)
     step = cell.step

@@ -21,11 +21,9 @@ _CHUNK = 8192  # numbers at a time, so that NumPy takes little memory
 
 
 def drop(x: Tensor, seed: int, p: float, start: int, sample: int = 0) -> Tensor:
-    """Return x (L, B, W) after dropout with probability p.
-
-    ``x`` must be contiguous, and float32 or float64. ``seed`` belongs to the call and the layer,
-    and ``start`` and ``sample`` are the numbers of the first step and sample.
-    """
+    """Return x (L, B, W) after dropout with probability p. ``x`` must be contiguous, and float32 or
+    float64. ``seed`` belongs to the call and the layer, and ``start`` and ``sample`` are the
+    numbers of the first step and sample."""
     out = x.new_empty(x.shape)
     samples, width = x.shape[1:]
     rows = len(x) * samples

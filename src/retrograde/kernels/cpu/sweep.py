@@ -1,8 +1,8 @@
 """The backward recurrence on a CPU, by compiled loops that share samples, or chunks, among threads.
 
 The references are the functions of the same names in :mod:`retrograde.kernels.sweep` and
-:mod:`retrograde.kernels.cells`. The loops are in ``slope_loops`` and ``sweep_loops``. A layer's
-whole passes are in ``layer``.
+:mod:`retrograde.kernels.cells`. The loops are in ``sweep_loops``. A layer's whole passes are
+in ``layer``.
 """
 
 import functools
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from retrograde.kernels import sweep as reference
 from retrograde.kernels.cells import Resets, Slopes
-from retrograde.kernels.cpu import slope_loops, sweep_loops
+from retrograde.kernels.cpu import sweep_loops
 from retrograde.kernels.cpu.llvm.barrier import (
     NOBODY,
     bounds_of_units,
@@ -60,10 +60,8 @@ def in_parts(hidden: Tensor, samples: int) -> Tensor:
 def sweep(
     slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, resets: Resets | None = None
 ) -> Tensor:
-    """Do the same as :func:`retrograde.kernels.sweep.sweep`, for either dtype on a CPU.
-
-    The hidden weights may be :func:`in_parts`, or :func:`as_they_lie`.
-    """
+    """Do the same as :func:`retrograde.kernels.sweep.sweep`, for either dtype on a CPU. The hidden
+    weights may be :func:`in_parts`, or :func:`as_they_lie`."""
     samples, size = slopes.gates.shape[1], slopes.gates.shape[3]
     g = g.clone(memory_format=torch.contiguous_format)
     hidden = hidden if hidden.dim() == 4 else in_parts(hidden, samples)
@@ -136,7 +134,7 @@ def gru_slopes(inputs: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
     arrays = (inputs, hidden, before.contiguous(), keep, inner)
     flat = [t.view(rows, -1).numpy() for t in arrays]
     parts = parts_for(rows, rows * size * ELEMENT_WORK)
-    share(slope_loops.gru_slopes, parts, *flat)
+    share(sweep_loops.gru_slopes, parts, *flat)
     return Slopes(hidden.unflatten(-1, (3, size)), keep, inner)
 
 
@@ -149,5 +147,5 @@ def lstm_slopes(
     keep, inner = (after.new_empty(after.shape) for _ in range(2))
     arrays = [t.numpy() for t in (gates, after.contiguous(), c.clone(), keep, inner)]
     arrays += starts_of(resets, c)[:2]
-    share(slope_loops.lstm_slopes, parts_for(samples, work), known, *arrays)
+    share(sweep_loops.lstm_slopes, parts_for(samples, work), known, *arrays)
     return Slopes(gates.unflatten(-1, (4, size)), keep, inner)

@@ -1,13 +1,17 @@
-"""The loops of :mod:`retrograde.kernels.cpu.sweep` for the sweep, and for the products of
-chunks."""
+"""The loops of :mod:`retrograde.kernels.cpu.sweep`: slopes from gates, the sweep, and the products
+of chunks.
+
+A row is one step of one sample. Other names are those of :mod:`retrograde.kernels.cells`.
+"""
 
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from retrograde.kernels.cpu import cells as cell
 from retrograde.kernels.cpu.backward_loops import leave
-from retrograde.kernels.cpu.forward_loops import extent
+from retrograde.kernels.cpu.forward_loops import enter, extent
 from retrograde.kernels.cpu.llvm.barrier import Counts, meet
 from retrograde.kernels.cpu.llvm.lanes import (
     LANES,
@@ -21,11 +25,64 @@ from retrograde.kernels.cpu.llvm.lanes import (
 from retrograde.kernels.cpu.llvm.tiles import PANEL, product, whole_vectors
 
 
-class SweepArrays(NamedTuple):
-    """The arrays of :class:`retrograde.kernels.cells.Slopes`, the weights and the losses.
+@compiled
+def gru_slopes(
+    inputs: Reals, hidden: Reals, before: Reals, keep: Reals, inner: Reals, first: int, last: int
+) -> None:
+    """Compute a GRU's slopes for rows first … last − 1. ``inputs`` and ``hidden`` are the two parts
+    of the sums that enter the gates. ``hidden`` is overwritten by s_r, s_z and s_m. ``inner``
+    receives s_n, and ``keep`` receives z."""
+    size = before.shape[1]
+    x, u, h = inputs.reshape(-1), hidden.reshape(-1), before.reshape(-1)
+    kept, s_n = keep.reshape(-1), inner.reshape(-1)
+    for row in range(first, last):
+        for j in range(0, size, LANES):
+            left, at, v = size - j, row * size + j, 3 * row * size + j
+            r = load(x, v, left) + load(u, v, left)
+            z = load(x, v + size, left) + load(u, v + size, left)
+            m = load(u, v + 2 * size, left)
+            r, z, n = cell.gru_gates(r, z, load(x, v + 2 * size, left), m)
+            s_r, s_z, s_m, slope = cell.gru_slopes(r, z, n, m, load(h, at, left))
+            store(u, v, s_r, left)
+            store(u, v + size, s_z, left)
+            store(u, v + 2 * size, s_m, left)
+            store(s_n, at, slope, left)
+            store(kept, at, z, left)
 
-    With chunks they are (C, L, B, …). An array that is absent has no steps.
-    """
+
+@compiled
+def lstm_slopes(
+    known: bool, gates: Reals, after: Reals, c: Reals, keep: Reals, inner: Reals,
+    starts: NDArray[np.bool_], entry: Reals, first: int, last: int,
+) -> None:  # fmt: skip
+    """Compute an LSTM's slopes for samples first … last − 1. ``gates`` are i, f, g, o if ``known``,
+    and otherwise the sums that enter them. They are overwritten by s_i, s_f, s_g, s_o. ``inner``
+    receives e, and ``keep`` receives f. ``c`` (B, H), before the first step, is overwritten by that
+    after the last. ``starts`` and ``entry`` are those of ``forward_loops``."""
+    samples, size = c.shape
+    flat, h, cells = gates.reshape(-1), after.reshape(-1), c.reshape(-1)
+    kept, e = keep.reshape(-1), inner.reshape(-1)
+    for t in range(gates.shape[0]):
+        if starts.shape[0]:
+            enter(starts[t], entry, c, size, first, last)
+        for b in range(first, last):
+            for j in range(0, size, LANES):
+                left, row = size - j, (t * samples + b) * size
+                at, v, state = row + j, 4 * row + j, b * size + j
+                i, f, g, o = load_each(flat, v, size, left, 4)
+                if not known:
+                    i, f, g, o = cell.lstm_gates(i, f, g, o)
+                c_now = load(cells, state, left)
+                s_i, s_f, s_g, s_o, through = cell.lstm_slopes(i, f, g, o, c_now, load(h, at, left))
+                store_each(flat, v, size, left, (s_i, s_f, s_g, s_o))
+                store(e, at, through, left)
+                store(kept, at, f, left)
+                store(cells, state, f * c_now + i * g, left)
+
+
+class SweepArrays(NamedTuple):
+    """The arrays of :class:`retrograde.kernels.cells.Slopes`, the weights and the losses. With
+    chunks they are (C, L, B, …). An array that is absent has no steps."""
 
     gates: Reals  # (L, B, K·H), overwritten by the gates' gradients
     keep: Reals  # (L, B, H)
@@ -37,10 +94,8 @@ class SweepArrays(NamedTuple):
 
 
 def room_for_products(size: int, parts: int) -> int:
-    """Return the size of a thread's ``room`` for products of Jacobians.
-
-    A state has one part of H units, or two for (h, c).
-    """
+    """Return the size of a thread's ``room`` for products of Jacobians. A state has one part of H
+    units, or two for (h, c)."""
     rows = parts * size + 1
     matrices = parts * -(-size // PANEL) * size * PANEL
     return matrices + rows * (int(whole_vectors(size)) + (2 * size if parts == 2 else 0))
@@ -51,11 +106,9 @@ def sweep(
     of: SweepArrays, g: Reals, room: Reals, units: Counts, by_units: bool, meeting: Counts,
     first: int, last: int,
 ) -> None:  # fmt: skip
-    """Sweep samples, or parts of the units, first … last − 1.
-
-    ``g`` (B, n), the gradient after the last step, is overwritten by that before step 0. ``room``
-    (P, B, W) holds whole vectors of the units of a part.
-    """
+    """Sweep samples, or parts of the units, first … last − 1. ``g`` (B, n), the gradient after the
+    last step, is overwritten by that before step 0. ``room`` (P, B, W) holds whole vectors of the
+    units of a part."""
     gates, keep, losses, (samples, state) = of.gates, of.keep, of.losses, g.shape
     width = gates.shape[2]
     size = state // 2 if width == 2 * state else state  # an LSTM's state is (h, c)
@@ -102,10 +155,8 @@ def sweep_chunks(
     of: SweepArrays, after: Reals, units: Counts, meeting: Counts, rooms: Reals, number: int,
     first: int, last: int,
 ) -> None:  # fmt: skip
-    """Sweep chunks first … last − 1, each from the gradient ``after`` it (C, B, n).
-
-    ``units`` has one part, and each thread's of ``rooms`` (1, B, W) whole vectors.
-    """
+    """Sweep chunks first … last − 1, each from the gradient ``after`` it (C, B, n). ``units`` has
+    one part, and each thread's of ``rooms`` (1, B, W) whole vectors."""
     for c in range(first, last):
         own = SweepArrays(
             of.gates[c], of.keep[c], of.inner[c], of.losses[c], of.hidden, of.starts, of.to_entry
@@ -117,10 +168,8 @@ def sweep_chunks(
 def products(
     of: SweepArrays, rows: Reals, rooms: Reals, number: int, first: int, last: int
 ) -> None:
-    """Write the products P, and d, of chunks first … last − 1 to ``rows`` (C, B, n + 1, n).
-
-    An LSTM's Jacobian has two factors: d = g_c + g_h e; g_h ← d a + g_h (s_o U_o); g_c ← d f.
-    """
+    """Write the products P, and d, of chunks first … last − 1 to ``rows`` (C, B, n + 1, n). An
+    LSTM's Jacobian has two factors: d = g_c + g_h e; g_h ← d a + g_h (s_o U_o); g_c ← d f."""
     (_, length, samples, width), hidden, room = of.gates.shape, of.hidden, rooms[number]
     state, (parts, _, panel) = rows.shape[3], hidden.shape
     is_lstm, count = width == 2 * state, state + 1
@@ -135,7 +184,9 @@ def products(
     for c in range(first, last):
         for b in range(samples):
             row = rows[c, b]
-            _identity(row)
+            row[:] = 0
+            for j in range(state):
+                row[j, j] = 1
             for t in range(length - 1, -1, -1):
                 if of.losses.shape[1]:
                     for j in range(size):
@@ -159,18 +210,9 @@ def products(
 
 
 @compiled
-def _identity(row: Reals) -> None:
-    row[:] = 0
-    for j in range(row.shape[1]):
-        row[j, j] = 1
-
-
-@compiled
 def _sum_scaled(gates: Reals, hidden: Reals, first: int, last: int, out: Reals) -> None:
-    """Write Σ_k diag(gates_k) U_k to ``out``, for gates first … last − 1 of ``gates`` (K·H,).
-
-    All matrices are in panels.
-    """
+    """Write Σ_k diag(gates_k) U_k to ``out``, for gates first … last − 1 of ``gates`` (K·H,). All
+    matrices are in panels."""
     size = out.shape[1]
     out[:] = 0
     for p in range(out.shape[0]):

@@ -13,12 +13,10 @@ import torch
 
 
 def recorded(launch: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """Return a function that makes the launches of ``launch`` again.
-
-    ``launch`` is called once, or at each call where no graph can be recorded. It must allocate
-    nothing on the card and must have been launched before, so that its kernels are compiled. If the
-    caller records a graph, the launches become a part of it.
-    """
+    """Return a function that makes the launches of ``launch`` again. ``launch`` is called once, or
+    at each call where no graph can be recorded. It must allocate nothing on the card and must have
+    been launched before, so that its kernels are compiled. If the caller records a graph, the
+    launches become a part of it."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return launch
     graph = torch.cuda.CUDAGraph()

@@ -50,10 +50,8 @@ _INTERPRETED = 232_448
 
 
 def sweep(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor) -> Tensor:
-    """Do the same as :func:`retrograde.kernels.sweep.sweep`, for float32.
-
-    It is one launch for up to 128 units, and a :class:`WideSweep` beyond.
-    """
+    """Do the same as :func:`retrograde.kernels.sweep.sweep`, for float32. It is one launch for up
+    to 128 units, and a :class:`WideSweep` beyond."""
     length, _, _, size = slopes.gates.shape
     if size > LARGEST_SIZE:
         return WideSweep(hidden).sweep(slopes, dy, g)
@@ -61,11 +59,9 @@ def sweep(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor) -> Tenso
 
 
 class WideSweep:
-    """Sweeps of one layer's blocks, for any number of units, in one launch a step.
-
-    If there are many steps, launches are recorded as a CUDA graph and replayed. ``hidden`` must not
-    change between sweep_kernels.
-    """
+    """Sweeps of one layer's blocks, for any number of units, in one launch a step. If there are
+    many steps, launches are recorded as a CUDA graph and replayed. ``hidden`` must not change
+    between sweep_kernels."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.hidden = hidden.contiguous()
@@ -134,13 +130,9 @@ def scan(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, chunk: in
     carried = rows, g.contiguous(), after, sizes, samples, chunks
     with _device_of(g):
         sweep_kernels.products[(chunks * samples, -(-(n + 1) // form.rows))](
-            *given,
-            K=gates,
-            ROWS=form.rows,
-            LOSSES=dy is not None,
-            TF32=form.tf32,
+            *given, K=gates, ROWS=form.rows, LOSSES=dy is not None, TF32=form.tf32,
             **_constants(form, size),
-        )
+        )  # fmt: skip
         sweep_kernels.carry[(samples,)](*carried, LSTM=gates == 4, **_constants(carry, size))
     del rows  # before more is allocated
     distrusted = torch.zeros(1, dtype=torch.int32, device=g.device)
@@ -169,9 +161,7 @@ def gru_slopes(inputs: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
 
 def lstm_slopes(gates: Tensor, after: Tensor, c: Tensor, known: bool = False) -> Slopes:
     """Do the same as :func:`retrograde.kernels.cells.lstm_slopes`, for float32, in one launch.
-
-    ``after`` is unused. ``known`` must be false, since no forward pass on a GPU keeps the gates.
-    """
+    ``after`` is unused. ``known`` must be false, since no forward pass on a GPU keeps the gates."""
     assert gates.is_contiguous()
     assert not known
     length, samples, size = *gates.shape[:2], c.shape[-1]
@@ -188,11 +178,8 @@ def _sweep_chunks(
     slopes: Slopes, hidden: Tensor, dy: Tensor | None, after: Tensor, chunks: int, chunk: int,
     check: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
-    """Sweep each chunk from the gradient after it; return the gradient before the first.
-
-    ``check`` has the sizes that the carry measured, and a number that becomes 1 if a sample is
-    distrusted.
-    """
+    """Sweep each chunk from the gradient after it; return the gradient before the first. ``check``
+    has the sizes that the carry measured, and a number that becomes 1 if a sample is distrusted."""
     length, samples, gates, size = slopes.gates.shape
     before = after.new_empty(samples, after.shape[-1])
     form = launch("sweep", gates, size, _limit(after))
@@ -202,15 +189,9 @@ def _sweep_chunks(
     counts = samples, length, chunks, chunk
     with _device_of(after):
         sweep_kernels.sweep[(chunks * samples,)](
-            *given,
-            *counts,
-            K=gates,
-            S=1 if gates == 1 else 4,
-            LOSSES=dy is not None,
-            HELD=gates < 4 or size <= 64,
-            CHECKED=check is not None,
-            **_constants(form, size),
-        )
+            *given, *counts, K=gates, S=1 if gates == 1 else 4, LOSSES=dy is not None,
+            HELD=gates < 4 or size <= 64, CHECKED=check is not None, **_constants(form, size),
+        )  # fmt: skip
     return before
 
 
@@ -228,16 +209,13 @@ def _limit(t: Tensor) -> int:
 
 @functools.cache
 def _shared_memory(card: int) -> int:
-    found = triton.runtime.driver.active.utils.get_device_properties(card)
-    return int(found["max_shared_mem"])
+    return int(triton.runtime.driver.active.utils.get_device_properties(card)["max_shared_mem"])
 
 
 def _tf32() -> bool:
     """Return whether torch allows its own recurrent kernels to round to TF32."""
     cudnn: Any = torch.backends.cudnn
-    if hasattr(cudnn, "rnn"):
-        return bool(cudnn.rnn.fp32_precision == "tf32")
-    return bool(cudnn.allow_tf32)  # torch before 2.9
+    return bool(cudnn.rnn.fp32_precision == "tf32")
 
 
 def _constants(form: Launch, size: int) -> dict[str, int]:

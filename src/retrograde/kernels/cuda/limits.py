@@ -51,11 +51,9 @@ _MODERN = 100_000
 
 
 class Launch(NamedTuple):
-    """How a kernel is launched.
-
-    ``padded`` is P, and ``rows`` are those of a tile. ``tf32`` means that a matrix product is three
-    products in TF32. ``shared_bytes`` is the most shared memory that the launch takes.
-    """
+    """How a kernel is launched. ``padded`` is P, and ``rows`` are those of a tile. ``tf32`` means
+    that a matrix product is three products in TF32. ``shared_bytes`` is the most shared memory that
+    the launch takes."""
 
     padded: int
     rows: int
@@ -66,10 +64,8 @@ class Launch(NamedTuple):
 
 
 def launch(kernel: str, gates: int, size: int, limit: int, tf32: bool = False) -> Launch | None:
-    """Return how "products", "carry" or "sweep" is launched, or None if it does not fit.
-
-    ``gates`` is K, and ``size`` is H ≤ 128. ``tf32`` allows the tensor cores. The dtype is float32.
-    """
+    """Return how "products", "carry" or "sweep" is launched, or None if it does not fit. ``gates``
+    is K, and ``size`` is H ≤ 128. ``tf32`` allows the tensor cores. The dtype is float32."""
     padded = max(16, 1 << (size - 1).bit_length())
     warps, stages = _PREFERRED[kernel][padded][gates]
     rows = 16 if size * (2 if gates == 4 else 1) < 16 else 32
@@ -91,9 +87,7 @@ def step_launch(
     samples: int, gates: int, size: int, limit: int, tf32: bool = False
 ) -> dict[str, int]:
     """Return the options of a wide layer's step: its tile, warps, stages, and whether it has TF32.
-
-    ``gates`` is K, and ``size`` is H, any number. The dtype is float32.
-    """
+    ``gates`` is K, and ``size`` is H, any number. The dtype is float32."""
     modern = limit > _MODERN
     tile = 32 if -(-samples // 32) * -(-size // 32) >= _MANY_TILES else 16
     return {

@@ -30,10 +30,8 @@ def _sigmoid(x):
 
 @_inlined
 def _tanh(x):
-    """Return tanh x to the accuracy of float32.
-
-    A series is used near zero, where 1 − e^{−2|x|} would cancel.
-    """
+    """Return tanh x to the accuracy of float32. A series is used near zero, where 1 − e^{−2|x|}
+    would cancel."""
     e = tl.exp(-2.0 * tl.abs(x))
     far = (1.0 - e) / (1.0 + e)
     y = x * x
@@ -59,11 +57,9 @@ def _last(c, row, TIME: tl.constexpr):
 def lstm_slopes(
     gates, keep, inner, c, steps, width, H: tl.constexpr, TIME: tl.constexpr, LANES: tl.constexpr
 ):
-    """Compute an LSTM's slopes.
-
-    Program p takes all steps of LANES numbers of c, from number p·LANES on. There are B·H = width
-    numbers in all. ``gates`` (L, B, 4 H) are sums that enter the gates, overwritten by slopes.
-    """
+    """Compute an LSTM's slopes. Program p takes all steps of LANES numbers of c, from number
+    p·LANES on. There are B·H = width numbers in all. ``gates`` (L, B, 4 H) are sums that enter the
+    gates, overwritten by slopes."""
     lane = tl.program_id(0) * LANES + tl.arange(0, LANES)[None, :]
     row = tl.arange(0, TIME)[:, None]
     known = tl.load(c + lane, mask=lane < width, other=0.0)
@@ -97,11 +93,9 @@ def lstm_slopes(
 
 @_compiled
 def gru_slopes(gates, hidden, before, keep, inner, numbers, H: tl.constexpr, BLOCK: tl.constexpr):
-    """Compute a GRU's slopes.
-
-    Program p takes BLOCK of the L·B·H numbers, from number p·BLOCK on. ``hidden`` (L, B, 3 H) are
-    the states' part of the sums that enter the gates, overwritten by slopes.
-    """
+    """Compute a GRU's slopes. Program p takes BLOCK of the L·B·H numbers, from number p·BLOCK on.
+    ``hidden`` (L, B, 3 H) are the states' part of the sums that enter the gates, overwritten by
+    slopes."""
     e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     real = e < numbers
     at = e // H * (3 * H) + e % H

@@ -46,11 +46,9 @@ def step(
     table, hidden, samples, back, K: tl.constexpr, H: tl.constexpr, TILE: tl.constexpr,
     DEPTH: tl.constexpr, LOSSES: tl.constexpr, TF32: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Backpropagate one step, ``back`` steps before the number in the table.
-
-    Program (r, c) computes TILE samples and TILE units of the state before the step. A step before
-    the first one does nothing.
-    """
+    """Backpropagate one step, ``back`` steps before the number in the table. Program (r, c)
+    computes TILE samples and TILE units of the state before the step. A step before the first one
+    does nothing."""
     t = tl.load(table + 5) - back
     if t >= 0:
         gates = _address(table, 0)

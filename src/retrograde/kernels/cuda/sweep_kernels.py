@@ -68,11 +68,8 @@ def products(
     H: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, LOSSES: tl.constexpr,
     TF32: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute the products of Jacobians.
-
-    Program (c·B + b, r) computes ROWS rows of the product of chunk c and sample b, from row r·ROWS
-    on.
-    """
+    """Compute the products of Jacobians. Program (c·B + b, r) computes ROWS rows of the product of
+    chunk c and sample b, from row r·ROWS on."""
     pair = tl.program_id(0).to(tl.int64)
     first, end = _steps(pair // samples, length, chunks, chunk)
     b = pair % samples
@@ -117,14 +114,9 @@ def products(
 
 @_inlined
 def _quadrant(
-    rows,
-    pair,
-    top: tl.constexpr,
-    left: tl.constexpr,
-    n: tl.constexpr,
-    H: tl.constexpr,
+    rows, pair, top: tl.constexpr, left: tl.constexpr, n: tl.constexpr, H: tl.constexpr,
     P: tl.constexpr,
-):
+):  # fmt: skip
     """Load H rows and H columns of a product, from row ``top`` and column ``left`` on, (P, P)."""
     i = tl.arange(0, P)[:, None]
     j = tl.arange(0, P)[None, :]
@@ -143,11 +135,9 @@ def carry(
     rows, g, after, sizes, samples, chunks, LSTM: tl.constexpr, H: tl.constexpr,
     P: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Carry the gradient from the last chunk to the first; program b has sample b.
-
-    ``sizes`` (2, B) receives what tells whether products are trusted. The first row has the largest
-    sum of terms' magnitudes, infinite after a NaN. The second has the largest gradient's magnitude.
-    """
+    """Carry the gradient from the last chunk to the first; program b has sample b. ``sizes`` (2, B)
+    receives what tells whether products are trusted. The first row has the largest sum of terms'
+    magnitudes, infinite after a NaN. The second has the largest gradient's magnitude."""
     b = tl.program_id(0).to(tl.int64)
     n: tl.constexpr = 2 * H if LSTM else H
     j = tl.arange(0, P)
@@ -199,11 +189,9 @@ def sweep(
     chunk, K: tl.constexpr, S: tl.constexpr, H: tl.constexpr, P: tl.constexpr,
     LOSSES: tl.constexpr, HELD: tl.constexpr, CHECKED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Sweep every chunk; program c·B + b has chunk c of sample b.
-
-    Gradients of the gates overwrite the slopes. If ``sizes`` are checked and a sample's products
-    cannot be trusted, the program of its first chunk sweeps all steps, and the others none.
-    """
+    """Sweep every chunk; program c·B + b has chunk c of sample b. Gradients of the gates overwrite
+    the slopes. If ``sizes`` are checked and a sample's products cannot be trusted, the program of
+    its first chunk sweeps all steps, and the others none."""
     pair = tl.program_id(0).to(tl.int64)
     first, end = _steps(pair // samples, length, chunks, chunk)
     b = pair % samples

@@ -30,11 +30,9 @@ class Operation(NamedTuple):
 
 
 def _normalized(x: Tensor, weight: Any, bias: Any, mean: Tensor, scale: Tensor, eps: float) -> Any:
-    """Return what a batch normalisation in training returned; statistics are not updated twice.
-
-    The kernel multiplies by ``scale * weight``, and so does a call in evaluation whose variance is
-    one. It takes a tenth of the time. Where this layout has another kernel, the whole is called.
-    """
+    """Return what a batch normalisation in training returned; statistics are not updated twice. The
+    kernel multiplies by ``scale * weight``, and so does a call in evaluation whose variance is one.
+    It takes a tenth of the time. Where this layout has another kernel, the whole is called."""
     form = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
     plain = x.is_contiguous() or (x.dim() in (4, 5) and x.is_contiguous(memory_format=form))
     if plain and x.device.type == "cpu" and mean.dtype in (torch.float32, torch.float64):

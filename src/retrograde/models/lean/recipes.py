@@ -110,11 +110,9 @@ class Packed(NamedTuple):
 
 
 class Box:
-    """What autograd saves of a storage: the tensor, or its recipe.
-
-    ``reads`` are the boxes that the recipe reads, ``operations`` how many it calls with those of
-    its boxes, ``peak`` the bytes that it takes. ``seen`` is a glance at what was let go.
-    """
+    """What autograd saves of a storage: the tensor, or its recipe. ``reads`` are the boxes that the
+    recipe reads, ``operations`` how many it calls with those of its boxes, ``peak`` the bytes that
+    it takes. ``seen`` is a glance at what was let go."""
 
     __slots__ = (
         "__weakref__", "alias", "data", "dtype", "nbytes", "operations", "overwritten", "peak",

@@ -295,11 +295,9 @@ class LayerRun:
         rest.hold([one.value for x, one in held if id(x) not in ours])
 
     def _pass(self, number: int, given: Arguments) -> Pass | None:
-        """Return the pass of a call whose state is the output of the call before it.
-
-        The call of the first active layer begins a pass. Otherwise the result is None, and the call
-        of an active layer warns, or is refused on a sample.
-        """
+        """Return the pass of a call whose state is the output of the call before it. The call of
+        the first active layer begins a pass. Otherwise the result is None, and the call of an
+        active layer warns, or is refused on a sample."""
         state = tensors_in(given.state)
         now = self.handed.to(state)
         if now is not None and (now.next == number or self._leaves_out(now, number, given)):

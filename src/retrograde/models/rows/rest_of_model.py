@@ -236,9 +236,8 @@ _ONES = 0x12DD9BB3  # a state's word of Python's generator, from which it draws 
 
 
 class Filling(TorchFunctionMode):
-    """Notes whether a program draws a few numbers, which become all ``fill`` if that is given.
-
-    A loop that draws until a number is large enough has to end, so at most a thousand are replaced.
+    """Notes whether a program draws a few numbers, which become all ``fill`` if that is given. A
+    loop that draws until a number is large enough has to end, so at most a thousand are replaced.
     """
 
     def __init__(self, fill: float | None) -> None:

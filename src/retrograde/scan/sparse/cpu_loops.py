@@ -29,10 +29,8 @@ def multiply_lanes(
     b_wide: int, c_ptr: _Ints, c_of: _Ints, c: Reals, samples: int, columns: int, first: int,
     last: int,
 ) -> None:  # fmt: skip
-    """Write rows first … last − 1 of a·b to ``c``, whose pattern is known.
-
-    If ``c_ptr`` is empty, ``c`` is a full matrix.
-    """
+    """Write rows first … last − 1 of a·b to ``c``, whose pattern is known. If ``c_ptr`` is empty,
+    ``c`` is a full matrix."""
     sums = np.empty(columns * LANES, c.dtype)
     zero = like(load(sums, 0, LANES), 0)
     whole = len(c_ptr) == 0
@@ -101,11 +99,9 @@ def sparse_times_full(
     ptr: _Ints, of: _Ints, a: Reals, b: Reals, out: Reals, rows: int, columns: int, first: int,
     last: int,
 ) -> None:  # fmt: skip
-    """Write rows of a·b to ``out`` (S, rows · columns), where ``b`` is full.
-
-    The rows of all samples are numbered consecutively. ``a`` (S, nnz) and ``b`` have one row if all
-    samples share it. The columns take the place of samples.
-    """
+    """Write rows of a·b to ``out`` (S, rows · columns), where ``b`` is full. The rows of all
+    samples are numbered consecutively. ``a`` (S, nnz) and ``b`` have one row if all samples share
+    it. The columns take the place of samples."""
     for row in range(first, last):
         i, own = row // rows, row % rows
         x, y = a[i % len(a)], b[i % len(b)]
@@ -203,10 +199,8 @@ def kron(
     left_ptr: _Indices, left: _Indices, right_ptr: _Indices, right: _Indices, scale: int,
     out: _Indices, first: int, last: int,
 ) -> None:  # fmt: skip
-    """Write left·scale + right to ``out`` for the entries of a Kronecker product.
-
-    The rows first … last − 1 are those of the left factor.
-    """
+    """Write left·scale + right to ``out`` for the entries of a Kronecker product. The rows first …
+    last − 1 are those of the left factor."""
     rows, total = len(right_ptr) - 1, right_ptr[-1]
     for i in range(first, last):
         at = left_ptr[i] * total
@@ -223,10 +217,8 @@ def find_columns(
     left_ptr: _Indices, left: _Indices, right_ptr: _Indices, right: _Indices, columns: int,
     ptr: _Indices, indices: _Indices, first: int, last: int,
 ) -> None:  # fmt: skip
-    """Write the columns of each row i of a product to ``indices`` from ``ptr[i]`` on, ascending.
-
-    If ``indices`` is empty, they are counted instead, into ``ptr[i + 1]``.
-    """
+    """Write the columns of each row i of a product to ``indices`` from ``ptr[i]`` on, ascending. If
+    ``indices`` is empty, they are counted instead, into ``ptr[i + 1]``."""
     counting, seen = len(indices) == 0, np.full(columns, -1, np.int32)
     for i in range(first, last):
         begin = 0 if counting else ptr[i]

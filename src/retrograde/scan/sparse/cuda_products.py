@@ -55,21 +55,12 @@ def _sums(ends: Tensor, lefts: Tensor | None, rights: Tensor, a: Tensor, b: Tens
         tall = max(_ENTRIES, _NUMBERS // wide)
         with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
             sums[(-(-entries // tall), -(-samples // wide))](
-                ends,
-                rights if lefts is None else lefts,
-                rights,
-                a.movedim(-1, 0).contiguous(),
-                b.movedim(-1, 0).contiguous(),
-                out,
-                entries,
-                samples,
-                OWN=lefts is None,
-                A_SHARED=a.shape[:-1].numel() < samples,
-                B_SHARED=b.shape[:-1].numel() < samples,
-                ENTRIES=tall,
-                SAMPLES=wide,
+                ends, rights if lefts is None else lefts, rights,
+                a.movedim(-1, 0).contiguous(), b.movedim(-1, 0).contiguous(), out, entries, samples,
+                OWN=lefts is None, A_SHARED=a.shape[:-1].numel() < samples,
+                B_SHARED=b.shape[:-1].numel() < samples, ENTRIES=tall, SAMPLES=wide,
                 num_warps=max(2, tall * wide // 64),
-            )
+            )  # fmt: skip
     return out.T if batch else out[:, 0]
 
 
@@ -87,10 +78,8 @@ def sums(
     B_SHARED: tl.constexpr, ENTRIES: tl.constexpr, SAMPLES: tl.constexpr,
 ):  # fmt: skip
     """Program (p, q) sums the tile of entries from p·ENTRIES on and samples from q·SAMPLES on.
-
-    a and b are (their entries, samples), or (their entries,) where samples share them; out is
-    (entries, samples). OWN: the left entry of term t is t.
-    """
+    Both a and b are (their entries, samples), or (their entries,) where samples share them; out is
+    (entries, samples). OWN: the left entry of term t is t."""
     # Entries are a column from the start. Triton 3.6 does not compile some tiles where a tensor of
     # one dimension is made a column later.
     entry = tl.program_id(0).to(tl.int64) * ENTRIES + tl.arange(0, ENTRIES)[:, None]

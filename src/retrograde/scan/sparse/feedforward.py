@@ -77,15 +77,9 @@ def observe_steps(layers: Sequence[nn.Module], x: Tensor) -> list[LayerCall]:
 
 
 def split_of(
-    levels: int,
-    paths: Sequence[Path],
-    outputs: int,
-    samples: int,
-    itemsize: int,
-    room: int,
-    cost: Callable[[Any, Any], int] = flops,
-    lists: bool = False,
-) -> Split:
+    levels: int, paths: Sequence[Path], outputs: int, samples: int, itemsize: int, room: int,
+    cost: Callable[[Any, Any], int] = flops, lists: bool = False,
+) -> Split:  # fmt: skip
     """Return the work and bytes of a scan with some levels of products.
 
     Args:

@@ -135,8 +135,7 @@ class Pattern(OnDevices):
     @cached_property
     def row_of(self) -> Ints:
         """The row of each entry: (nnz,)."""
-        rows = np.arange(self.shape[0], dtype=np.int32)
-        return np.repeat(rows, np.diff(self.indptr))
+        return np.repeat(np.arange(self.shape[0], dtype=np.int32), np.diff(self.indptr))
 
     @property
     def index_bytes(self) -> int:

@@ -18,15 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from retrograde.errors import ScanError
 from retrograde.scan.sparse.arithmetic import sparse_kernels
 from retrograde.scan.sparse.csr import LayerJacobian
-from retrograde.scan.sparse.factor import (
-    Factor,
-    Ints,
-    band,
-    combined,
-    from_arrays,
-    full,
-    identity,
-)
+from retrograde.scan.sparse.factor import Factor, Ints, band, combined, from_arrays, full, identity
 from retrograde.scan.sparse.pattern import Pattern
 
 P = TypeVar("P", bound=Pattern)
@@ -117,11 +109,9 @@ def _all_with_all(inputs: int, outputs: int) -> tuple[Factor, Ints]:
 
 
 class Weighted(Pattern):
-    """A pattern whose every entry is one of a layer's weights.
-
-    ``places`` has, for each factor, a number for each of its entries, below that factor's size in
-    ``sizes``. Together an entry's numbers are its weight's index in a tensor of shape ``sizes``.
-    """
+    """A pattern whose every entry is one of a layer's weights. ``places`` has, for each factor, a
+    number for each of its entries, below that factor's size in ``sizes``. Together an entry's
+    numbers are its weight's index in a tensor of shape ``sizes``."""
 
     def __init__(
         self, factors: tuple[Factor, ...], places: tuple[Ints, ...], sizes: tuple[int, ...]

@@ -42,20 +42,16 @@ def parts_of_units(samples: int, size: int, gates: int, threads: int = 0) -> int
 
 @functools.cache
 def bounds_of_units(size: int, parts: int) -> tuple[Counts, int]:
-    """Return where the parts of H units begin and end, and how many units the largest has.
-
-    All ends but the last are whole vectors.
-    """
+    """Return where the parts of H units begin and end, and how many units the largest has. All ends
+    but the last are whole vectors."""
     vectors = -(-size // LANES)
     bounds = np.array([*(LANES * (vectors * part // parts) for part in range(parts)), size])
     return bounds, int(np.diff(bounds).max())
 
 
 def share_or_meet(loop: Callable[..., None], samples: list[Range], parts: int, *args: Any) -> None:
-    """Call ``loop(*args, by_units, meeting, *part)`` for ranges of samples, or parts of units.
-
-    It is for units if there are several ``parts``.
-    """
+    """Call ``loop(*args, by_units, meeting, *part)`` for ranges of samples, or parts of units. It
+    is for units if there are several ``parts``."""
     if parts > 1:
         meeting = np.array([0, parts, _address_of_yield()])
         every = [(number, number + 1) for number in range(parts)]
@@ -75,11 +71,9 @@ def _address_of_yield() -> int:
 
 @intrinsic
 def meet(_: object, meeting: Kind, number: Kind) -> Written:
-    """Wait until all threads have come to meeting ``number``, the first of which is 1.
-
-    ``meeting`` has the threads that came to any so far, and the threads that take part. Its last
-    number is the address of a function that gives the processor to others.
-    """
+    """Wait until all threads have come to meeting ``number``, the first of which is 1. ``meeting``
+    has the threads that came to any so far, and the threads that take part. Its last number is the
+    address of a function that gives the processor to others."""
 
     def code(context: Target, builder: Builder, signature: Signature, args: Args) -> Value:
         b, word = builder, ir.IntType(64)

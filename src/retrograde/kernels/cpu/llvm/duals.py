@@ -71,9 +71,7 @@ def _close(builder: Builder, kind: Kind, vector: Value, slopes: Slopes) -> Value
 
 def _operator(of: Callable[..., object], rule: Rule) -> None:
     """Let numba compile a binary operator on vectors and duals, and numbers with them.
-
-    ``rule(builder, a, b)`` returns the result, and its derivatives by a and by b; None for one.
-    """
+    ``rule(builder, a, b)`` returns the result, and its derivatives by a and by b; None for one."""
 
     @intrinsic
     def operation(_: object, a: Kind, b: Kind) -> Written:
@@ -130,10 +128,8 @@ _operator(operator.truediv, _divided)
 def _function(
     of: Callable[..., object], write: Callable[..., Value], slope: Callable[..., Value]
 ) -> None:
-    """Let numba compile a function of a vector or a dual.
-
-    ``slope(builder, x, y, one)`` returns the derivative of the result y.
-    """
+    """Let numba compile a function of a vector or a dual. ``slope(builder, x, y, one)`` returns the
+    derivative of the result y."""
 
     @intrinsic
     def operation(_: object, x: Kind) -> Written:
@@ -154,26 +150,18 @@ def _function(
     overload(of)(choose)
 
 
-def _of_sigmoid(builder: Builder, x: Value, y: Value, one: Value) -> Value:
-    return _times(builder, y, builder.fsub(one, y))
+def _of_tanh(b: Builder, x: Value, y: Value, one: Value) -> Value:
+    return b.fsub(one, _times(b, y, y), flags=_CONTRACT)
 
 
-def _of_tanh(builder: Builder, x: Value, y: Value, one: Value) -> Value:
-    return builder.fsub(one, _times(builder, y, y), flags=_CONTRACT)
+def _of_relu(b: Builder, x: Value, y: Value, one: Value) -> Value:
+    return lanes.one_above.write(b, x, ir.Constant(x.type, [0.0] * lanes.LANES), one)
 
 
-def _of_relu(builder: Builder, x: Value, y: Value, one: Value) -> Value:
-    return lanes.one_above.write(builder, x, ir.Constant(x.type, [0.0] * lanes.LANES), one)
-
-
-def _of_negative(builder: Builder, x: Value, y: Value, one: Value) -> Value:
-    return builder.fneg(one)
-
-
-_function(torch.sigmoid, lanes.sigmoid.write, _of_sigmoid)
+_function(torch.sigmoid, lanes.sigmoid.write, lambda b, x, y, one: _times(b, y, b.fsub(one, y)))
 _function(torch.tanh, lanes.tanh.write, _of_tanh)
 _function(torch.relu, lanes.positive.write, _of_relu)
-_function(operator.neg, lambda builder, x, zero, one: builder.fneg(x), _of_negative)
+_function(operator.neg, lambda b, x, zero, one: b.fneg(x), lambda b, x, y, one: b.fneg(one))
 
 
 @intrinsic
@@ -194,10 +182,8 @@ def _of_torch(x, at_zero):  # type: ignore[no-untyped-def] # of no duals: torch 
 
 @intrinsic
 def _vector(_: object, x: Kind) -> Written:
-    def code(context: Target, builder: Builder, signature: Signature, args: Args) -> Value:
-        return _open(context, builder, x, args[0], x.dtype)[0]
-
-    return Lanes(x.dtype)(x), code
+    kind = Lanes(x.dtype)(x)
+    return kind, lambda context, b, _, args: _open(context, b, x, args[0], x.dtype)[0]
 
 
 def _detach(x):  # type: ignore[no-untyped-def]

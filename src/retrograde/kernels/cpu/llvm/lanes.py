@@ -21,7 +21,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 import numpy as np
 from llvmlite import ir
 from numba import extending, njit, types
-from numba.core import codegen, config, event
+from numba.core import cgutils, codegen, config, event
 from numba.extending import models, register_model
 from numpy.typing import NDArray
 
@@ -132,19 +132,24 @@ def masked(
 ) -> Value:
     """Write a call of LLVM's masked load or store."""
     element = "f64" if isinstance(kind.element, ir.DoubleType) else "f32"
-    full = f"llvm.masked.{name}.v{LANES}{element}.p0"
+    return _call(builder, f"masked.{name}.v{LANES}{element}.p0", result, arguments)
+
+
+def _call(
+    builder: Builder, name: str, result: ir.Type, arguments: list[Value], **options: Any
+) -> Value:
+    """Write a call of a function of LLVM's own."""
     signature = ir.FunctionType(result, [a.type for a in arguments])
-    function = builder.module.globals.get(full) or ir.Function(builder.module, signature, full)
-    return builder.call(function, arguments)
+    function = cgutils.get_or_insert_function(builder.module, signature, f"llvm.{name}")
+    return builder.call(function, arguments, **options)
 
 
 def total_of(builder: Builder, vector: Value) -> Value:
     """Write the code of the sum of a vector's numbers."""
     element = vector.type.element
-    name = f"llvm.vector.reduce.fadd.v{LANES}f{64 if isinstance(element, ir.DoubleType) else 32}"
-    signature = ir.FunctionType(element, [element, vector.type])
-    function = builder.module.globals.get(name) or ir.Function(builder.module, signature, name)
-    return builder.call(function, [ir.Constant(element, -0.0), vector], fastmath=("reassoc",))
+    name = f"vector.reduce.fadd.v{LANES}f{64 if isinstance(element, ir.DoubleType) else 32}"
+    given = [ir.Constant(element, -0.0), vector]
+    return _call(builder, name, element, given, fastmath=("reassoc",))
 
 
 def _read(
@@ -186,11 +191,8 @@ def _write(
 @intrinsic
 def load(_: object, array: Kind, index: Kind, left: Kind) -> Written:
     """Return the vector at an index of a flat array; lanes from ``left`` on are zero."""
-
-    def code(context: Target, builder: Builder, signature: Signature, args: Args) -> Value:
-        return _read(context, builder, signature.args[0], *args)
-
-    return Lanes(array.dtype)(array, types.intp, types.intp), code
+    signature = Lanes(array.dtype)(array, types.intp, types.intp)
+    return signature, lambda context, b, own, args: _read(context, b, own.args[0], *args)
 
 
 @intrinsic
@@ -267,11 +269,7 @@ def spread(_: object, array: Kind, index: Kind) -> Written:
 def like(_: object, x: Kind, value: Kind) -> Written:
     """Return a vector of the type of ``x`` with a literal integer in every lane."""
     number = float(value.literal_value)
-
-    def code(context: Target, builder: Builder, signature: Signature, args: Args) -> Value:
-        return _constant(args[0].type, number)
-
-    return x(x, value), code
+    return x(x, value), lambda context, b, signature, args: _constant(args[0].type, number)
 
 
 @intrinsic
@@ -332,12 +330,10 @@ def tanh(builder: Builder, x: Value, zero: Value, one: Value) -> Value:
 
 
 def _exponential(builder: Builder, x: Value) -> tuple[Value, Value]:
-    """Write the code of e^x − 1 and e^x for a vector x ≤ 0.
-
-    x = k ln 2 + r with |r| ≤ ln 2 / 2, so e^x = 2^k e^r, and e^r − 1 is a series. The
-    number ln 2 is subtracted in two parts, of which k times the first is exact (Cody and Waite,
-    1980). Results are constant for x below the least normal exponent.
-    """
+    """Write the code of e^x − 1 and e^x for a vector x ≤ 0. Since x = k ln 2 + r with
+    |r| ≤ ln 2 / 2, e^x = 2^k e^r, and e^r − 1 is a series. The number ln 2 is subtracted in two
+    parts, of which k times the first is exact (Cody and Waite, 1980). Results are constant for x
+    below the least normal exponent."""
     single = isinstance(x.type.element, ir.FloatType)
     high, terms, least = (0.693359375, 7, -87.0) if single else (0.693147180369123816, 13, -708.0)
     low = -2.12194440054690583e-4 if single else 1.90821492927058770e-10
@@ -351,10 +347,8 @@ def _exponential(builder: Builder, x: Value) -> tuple[Value, Value]:
 
     small = builder.fcmp_ordered("<", x, number(least))  # a NaN stays a NaN
     y = builder.select(small, number(least), x)
-    name = f"llvm.rint.v{LANES}f{size}"
-    signature = ir.FunctionType(x.type, [x.type])
-    round_ = builder.module.globals.get(name) or ir.Function(builder.module, signature, name)
-    k = builder.call(round_, [builder.fmul(y, number(1 / math.log(2)))])
+    turns = builder.fmul(y, number(1 / math.log(2)))
+    k = _call(builder, f"rint.v{LANES}f{size}", x.type, [turns])
     r = add_product(k, number(-low), add_product(k, number(-high), y))
     series = number(1 / math.factorial(terms))
     for n in range(terms - 1, 0, -1):

@@ -98,11 +98,9 @@ def _clocks() -> tuple[float, float, int]:
 
 
 def ranges(count: int, threads: int) -> list[Range]:
-    """Cut 0 … count − 1 into about equal ranges (first, last), one for each thread.
-
-    ``last`` is excluded. All lengths but the last are even. There are at most as many ranges as
-    torch has threads, and as there are pairs of items.
-    """
+    """Cut 0 … count − 1 into about equal ranges (first, last), one for each thread. ``last`` is
+    excluded. All lengths but the last are even. There are at most as many ranges as torch has
+    threads, and as there are pairs of items."""
     threads = min(threads, team_size(), count // 2)
     if threads <= 1:
         return [(0, count)]
@@ -126,11 +124,9 @@ def team_size() -> int:
 
 
 def share(loop: Compiled, parts: Sequence[Part], *args: Any, alone: Part | None = None) -> None:
-    """Call a compiled ``loop(*args, *part)`` for every part, on the threads of the team.
-
-    ``alone`` is the whole index range, for one thread. If it is given, each part gets a thread of
-    its own. If there are not so many, one thread runs this part.
-    """
+    """Call a compiled ``loop(*args, *part)`` for every part, on the threads of the team. ``alone``
+    is the whole index range, for one thread. If it is given, each part gets a thread of its own. If
+    there are not so many, one thread runs this part."""
     start, members = _entry() if len(parts) > 1 and not _crew.size else (0, 0)
     if alone is not None:
         parts = [*parts, alone] if start else [alone]
@@ -171,11 +167,9 @@ def _in_team(
     typing: Target, start: Kind, members: Kind, parts: Kind, loop: Kind, args: Kind
 ) -> Written:
     """Call ``loop(*args, *part)`` for each row of ``parts``, and return whether a call failed.
-
     Whoever is free takes the next row. ``start`` is the address of ``GOMP_parallel``, or 0 for one
-    thread. ``members`` is that of ``omp_get_num_threads``, or 0. If it is given, a team of too
-    few threads for the other rows runs the last row alone.
-    """
+    thread. ``members`` is that of ``omp_get_num_threads``, or 0. If it is given, a team of too few
+    threads for the other rows runs the last row alone."""
     numbers = loop.dispatcher.py_func.__code__.co_argcount - len(args)
     called = loop.get_call_type(typing, (*args.types, *[types.intp] * numbers), {})
 
@@ -243,10 +237,8 @@ def _in_team(
 
 @functools.cache
 def _entry() -> tuple[int, int]:
-    """Return the addresses of ``GOMP_parallel`` and ``omp_get_num_threads`` in torch's OpenMP.
-
-    They are 0 if there is no such library.
-    """
+    """Return the addresses of ``GOMP_parallel`` and ``omp_get_num_threads`` in torch's OpenMP. They
+    are 0 if there is no such library."""
     folder = Path(torch.__file__).parent / "lib"
     names = sorted(str(path) for path in folder.glob("lib*omp*.so*"))
     for name in [*names, "libgomp.so.1"]:

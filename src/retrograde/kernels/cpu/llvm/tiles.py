@@ -55,12 +55,10 @@ def product(
     a: Reals, start: int, to_row: int, to_term: int, rows: int, u: Reals, columns: int, out: Reals,
     width: int,
 ) -> None:  # fmt: skip
-    """Add a @ u to out.
-
-    ``a`` and ``out`` are flat. The rows of ``a`` begin at ``start``, ``to_row`` apart, and have R
-    numbers, ``to_term`` apart. Those of ``out`` are ``width`` apart. ``u`` is in :func:`panels`
-    (P, R, PANEL), of which the first ``columns`` columns are used, or a plain matrix (1, R, W).
-    """
+    """Add a @ u to out. ``a`` and ``out`` are flat. The rows of ``a`` begin at ``start``,
+    ``to_row`` apart, and have R numbers, ``to_term`` apart. Those of ``out`` are ``width`` apart.
+    ``u`` is in :func:`panels` (P, R, PANEL), of which the first ``columns`` columns are used, or a
+    plain matrix (1, R, W)."""
     short = u.shape[2] % LANES  # what a plain row has behind its whole vectors
     full = u.shape[2] - short if short else columns
     count = -(-full // PANEL)
@@ -106,11 +104,9 @@ def product(
 
 @compiled
 def dots(a: Reals, start: int, rows: int, w: Reals, width: int, out: Reals) -> None:
-    """Add a @ wᵀ to out, where the terms of a sum are neighbours in both.
-
-    ``a`` and ``out`` are flat. The rows of ``a`` begin at ``start``, and those of ``out`` are
-    ``width`` long. ``w`` is a plain matrix (N, 1, R).
-    """
+    """Add a @ wᵀ to out, where the terms of a sum are neighbours in both. ``a`` and ``out`` are
+    flat. The rows of ``a`` begin at ``start``, and those of ``out`` are ``width`` long. ``w`` is a
+    plain matrix (N, 1, R)."""
     columns, terms = w.shape[0], w.shape[2]
     even, eight = rows - rows % 2, columns - columns % 8
     three = columns - columns % 3 if rows >= 4 else 0
@@ -147,11 +143,9 @@ def _in_panel(
 
 
 def panels(*matrices: Tensor) -> Tensor:
-    """Return copies of matrices (R, N) in panels (M, P, R, PANEL), padded with zeros.
-
-    The matrices may be views, and N may differ. Views (R, K, N / K) are copied once more, one at a
-    time. A panel is contiguous, so it stays in the nearest cache while rows are multiplied by it.
-    """
+    """Return copies of matrices (R, N) in panels (M, P, R, PANEL), padded with zeros. The matrices
+    may be views, and N may differ. Views (R, K, N / K) are copied once more, one at a time. A panel
+    is contiguous, so it stays in the nearest cache while rows are multiplied by it."""
     count, rows = -(-max(u[0].numel() for u in matrices) // PANEL), len(matrices[0])
     found = matrices[0].new_empty(len(matrices), count, rows * PANEL)
     for matrix, own in zip(matrices, found.numpy(), strict=True):
@@ -177,11 +171,9 @@ def panels_of(columns: int) -> int:
 def pack(
     u: Reals, at: int, stride: int, turned: bool, rows: int, columns: int, panel: Reals
 ) -> None:  # fmt: skip
-    """Copy so many rows, and the first columns, of a matrix to a flat panel.
-
-    ``u`` is flat. The matrix begins ``at`` a place, and its rows are ``stride`` apart; if it is
-    ``turned``, its columns are.
-    """
+    """Copy so many rows, and the first columns, of a matrix to a flat panel. ``u`` is flat. The
+    matrix begins ``at`` a place, and its rows are ``stride`` apart; if it is ``turned``, its
+    columns are."""
     for j in range(0, PANEL, LANES):
         whole = 0
         if turned:
@@ -228,11 +220,9 @@ def _dots(
     _: object, a: Kind, at: Kind, w: Kind, first: Kind, out: Kind, to: Kind, width: Kind,
     rows: Kind, columns: Kind,
 ) -> Written:  # fmt: skip
-    """Add one tile of a @ wᵀ to ``out``.
-
-    Its rows are ``rows`` ones of ``a``, from ``at`` on. Its columns are ``columns`` rows of ``w``
-    (N, 1, terms), from number ``first`` on. Both are literal numbers.
-    """
+    """Add one tile of a @ wᵀ to ``out``. Its rows are ``rows`` ones of ``a``, from ``at`` on. Its
+    columns are ``columns`` rows of ``w`` (N, 1, terms), from number ``first`` on. Both are literal
+    numbers."""
 
     def write(tile: "_Tile", args: Any, sizes: list[Value]) -> None:
         tile.add_dots(args[7:], args[1], args[3], args[5:7], sizes[2])
@@ -244,9 +234,7 @@ def _code_of(
     write: Callable[..., None], given: tuple[Kind, ...], arrays: tuple[int, int, int]
 ) -> Written:
     """Return what numba asks of an intrinsic whose last two arguments are the tile's shape.
-
-    ``arrays`` are the places of a, u and out among its arguments.
-    """
+    ``arrays`` are the places of a, u and out among its arguments."""
     kinds = [kind if k in arrays else types.intp for k, kind in enumerate(given[:-2])]
     shape = [kind.literal_value for kind in given[-2:]]
 
@@ -265,14 +253,8 @@ def _turn(_: object, u: Kind, at: Kind, stride: Kind, panel: Kind, to: Kind) -> 
     """Transpose LANES vectors of ``u``, ``stride`` apart, into a panel."""
 
     def code(context: Target, builder: Builder, signature: Signature, args: Args) -> Value:
-        tile = _Tile(
-            builder,
-            [
-                context.make_array(signature.args[i])(context, builder, args[i]).data
-                for i in (0, 3, 3)
-            ],
-            u.dtype.bitwidth // 8,
-        )
+        own = [context.make_array(signature.args[i])(context, builder, args[i]) for i in (0, 3, 3)]
+        tile = _Tile(builder, [array.data for array in own], u.dtype.bitwidth // 8)
         tile.turn(args[1], args[2], args[4])
         return context.get_dummy_value()
 
@@ -343,11 +325,8 @@ class _Tile:
             factors = [self._load(self.u, self._plus(other, term), left) for other in others]
             return factors, [self._load(self.a, self._plus(one, term), left) for one in firsts]
 
-        def read_rest(term: Value) -> tuple[list[Value], list[Value]]:
-            return read(whole, left)
-
         sums = self._sums(rows, columns, whole, LANES, read)
-        sums = self._sums(rows, columns, left, LANES, read_rest, sums)
+        sums = self._sums(rows, columns, left, LANES, lambda _: read(whole, left), sums)
         for pair, place in places.items():
             pointer = b.gep(self.out, [place])
             b.store(b.fadd(b.load(pointer), total_of(b, sums[pair])), pointer)
