@@ -44,13 +44,13 @@ class Thinned:
     held: list[int] = field(default_factory=lambda: [0])
 
     def add(self, state: int) -> list[int]:
-        """Hold the state that follows all others, if it is worth a slot; return what is let go. That
-        may be the state itself.
+        """Hold the state that follows all others, if it is worth a slot; return what is let go,
+        which may be the state itself.
 
         Example:
             >>> thinned = Thinned(3)
             >>> [thinned.add(state) for state in range(1, 6)], thinned.held
-            ([[], [], [1], [3], [2]], [0, 4, 5])
+            ([[], [], [1], [2], [3]], [0, 4, 5])
         """
         self.held.append(state)
         if len(self.held) <= self.slots:
@@ -96,9 +96,10 @@ def online_schedule(
 
     Example:
         >>> from retrograde.plan import plan
-        >>> schedule, done = online_schedule(5, [0, 3], 1, lambda steps, left: plan(steps, 2 - left))
+        >>> of_segment = lambda steps, left: plan(steps, 2 - left)
+        >>> schedule, done = online_schedule(5, [0, 3], 1, of_segment)
         >>> print(schedule[done:][0], schedule.cost, schedule.peak)
-        backward 5→4 9 2
+        backward 5→4 11 2
     """
     end, codes = length - recorded, list[Code]()
     if not end:
