@@ -29,8 +29,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from retrograde.plan.steps.closed_form import hsm_cost
-from retrograde.plan.steps.unfold import store_all
-from retrograde.schedule import Schedule, Verb
+from retrograde.schedule import Schedule, Units, Verb
 from retrograde.schedule.actions import Code
 
 _AT_A_TIME = 10  # the part of all slots that becomes free at a time is one of so many
@@ -101,19 +100,26 @@ def online_schedule(
         >>> print(schedule[done:][0], schedule.cost, schedule.peak)
         backward 5→4 11 2
     """
-    end, codes = length - recorded, list[Code]()
-    if not end:
-        return store_all(length), 2
+    end, codes, units = length - recorded, list[Code](), Units()
     for a, b in pairwise((*held, end)):
         codes += [(Verb.STORE, a, a), (Verb.ADVANCE, a, b)]
-    parts: list[ArrayLike] = [codes, [(Verb.RECORD, end, length), (Verb.BACKWARD, end, length)]]
-    done = len(codes) + 1
-    if not recorded:
-        parts, done = [codes], len(codes)
+    codes = codes if end else [(Verb.STORE, 0, 0)]
+    steps = range(end, length)
+    codes += [(Verb.RECORD, k, k + 1) for k in steps]  # each step has a tape of its own
+    done = len(codes)
+    codes += [(Verb.BACKWARD, k, k + 1) for k in reversed(steps)]
+    if not end:
+        return Schedule.from_codes(
+            [*codes, (Verb.FREE, 0, 0)], length=length, policy="online"
+        ), done
+    parts: list[ArrayLike] = [codes]
     for i, (a, b) in reversed([*enumerate(pairwise((*held, end)))]):
         segment = of_segment(b - a, i)
         part = np.column_stack((segment.kind, segment.start + a, segment.stop + a))
-        part[0] = Verb.LOAD, a, a  # where the segment by itself stores its first state
+        part[0], units = (
+            (Verb.LOAD, a, a),
+            segment.units,
+        )  # where the segment by itself stores its first state
         parts.append(part)
     kind, start, stop = np.concatenate(parts).T
-    return Schedule(length, "online", None, segment.units, kind, start, stop), done
+    return Schedule(length, "online", None, units, kind, start, stop), done
