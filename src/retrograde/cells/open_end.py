@@ -27,7 +27,7 @@ from retrograde.run.executor import Run
 from retrograde.run.layout import Apart, Inputs, Straight, check_length
 from retrograde.run.settled import Settled
 from retrograde.run.sources import steps_told
-from retrograde.run.states import apart, device_of
+from retrograde.run.states import device_of
 from retrograde.run.transforms import refuse_transforms
 from retrograde.sizes.cache import CellFits, signature
 from retrograde.sizes.footprint import footprint, grown
@@ -124,7 +124,7 @@ def unroll_open(
     wanted: list[bool] = []
 
     def emit(start: int, stop: int, ys: Tensors, after: Tensors) -> None:
-        outputs.extend(apart(y.detach()) for y in ys)
+        outputs.extend(y.detach().clone() for y in ys)  # it may be a part of the state
         wanted.extend(core.settled.sweeps_without_graph or y.requires_grad for y in ys)
         end.note(core.output_spec.unflatten(ys), core.state_spec.unflatten(after))
 
@@ -153,4 +153,4 @@ def _plainly(cell: Cell, items: Arrivals, state: Any, until: Until | None) -> tu
 def _joined(outputs: Sequence[Tensor]) -> Any:
     """Stack the outputs of all steps, or list them if their shapes differ."""
     shapes = {(t.shape, t.dtype) for t in outputs}
-    return torch.stack([*outputs]) if len(shapes) == 1 else [t.clone() for t in outputs]
+    return torch.stack([*outputs]) if len(shapes) == 1 else [*outputs]

@@ -132,13 +132,13 @@ def unroll(
         refuse_compiled(schedule=schedule, stateful=stateful or None)
     if until is not None or is_iterated(inputs) or length is not None:
         refuse_open(inputs, until, schedule=schedule, compile=compile or None)
-        items, held, run = arrivals_of(inputs, length), None, as_cell(cell)
-        if stateful:
-            one = pytree.tree_map_only(Tensor, lambda t: t[None], items[0])
-            held = run = Stateful.of(cell, stateful, one, state)
-            state = held.first(state)
-        outputs, last = unroll_open(run, items, state, memory, until)
-        return outputs, held.leave(last) if held else last
+        items = arrivals_of(inputs, length)
+        if not stateful:
+            return unroll_open(as_cell(cell), items, state, memory, until)
+        one = pytree.tree_map_only(Tensor, lambda t: t[None], items[0])
+        held = Stateful.of(cell, stateful, one, state)
+        outputs, last = unroll_open(held, items, held.first(state), memory, until)
+        return outputs, held.leave(last)
     if stateful:
         held = Stateful.of(cell, stateful, inputs, state)
         outputs, last = unroll(held, inputs, held.first(state), memory=memory, schedule=schedule)
