@@ -21,6 +21,9 @@ from retrograde.units import Memory, as_given, format_bytes, parse_memory
 
 _DIGITS = 5  # binary digits of the free bytes that a segment is planned for
 _RECORDED = 4  # steps are recorded as they come up to so many for each slot
+# However small, a state takes about a kilobyte of Python's memory, and a tape some more.
+_MOST_STATES = 2**15
+_MOST_TAPES = 2**12
 
 
 @dataclass(frozen=True)
@@ -46,14 +49,16 @@ class OpenPlan:
     @property
     def slots(self) -> int:
         """The most states that are held."""
-        return 1 + self._free(1) // self.sizes.state_bytes if self.sizes else 1
+        if self.sizes is None:
+            return 1
+        return min(_MOST_STATES, 1 + self._free(1) // self.sizes.state_bytes)
 
     def tapes(self, states: int, now: int) -> int:
         """Return how many tapes may be kept beside so many states, with that of step ``now``. If it
         is 0, the step is not recorded."""
         if self.sizes is None:
             return sys.maxsize
-        more = max(0, self._free(states)) // self.sizes.held(1)
+        more = min(_MOST_TAPES, max(0, self._free(states)) // self.sizes.held(1))
         return more + 1 if more or now < _RECORDED * self.slots else 0
 
     def schedule(self, length: int, held: list[int], recorded: int) -> tuple[Schedule, int]:

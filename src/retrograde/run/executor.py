@@ -117,9 +117,7 @@ class Run:
             case Store(at):
                 with torch.enable_grad():
                     state = each_once(renewed, self.state) if at == 0 else self.state
-                taped = bool(self.tapes) and self.tapes[-1].stop == at
-                same = self.tapes[-1].ambient_after if taped else self.core.surroundings.capture()
-                self.stored[at] = state, same
+                self.stored[at] = state, self._ambient(at)
             case Record(start, stop):
                 self._record(inputs, start, stop, emit)
             case Load(at):
@@ -135,7 +133,7 @@ class Run:
         if not settled.planned:
             self._record_all(inputs, start, stop, emit)
             return
-        later = _Later(start, stop, self.state, self.core.surroundings.capture())
+        later = _Later(start, stop, self.state, self._ambient(start))
         if settled.at_once(stop - start) < stop - start:
             self._put_off(inputs, later, emit)
             return
@@ -213,6 +211,12 @@ class Run:
             self.cuts = self.core.cuts(self.actions, self.length)
         inside = self.cuts[bisect_right(self.cuts, start) : bisect_left(self.cuts, stop)]
         return list(pairwise([start, *inside, stop]))
+
+    def _ambient(self, at: int) -> Snapshot:
+        """Return the surroundings at the current state, which may be kept already."""
+        if at in self.stored or (self.tapes and self.tapes[-1].stop == at):
+            return self._kept(at)[1]
+        return self.core.surroundings.capture()
 
     def _kept(self, at: int) -> tuple[Tensors, Snapshot]:
         if at in self.stored:
