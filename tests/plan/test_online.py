@@ -119,7 +119,7 @@ def test_the_schedule_is_legal_and_costs_what_is_told(slots):
         schedule, done = online_schedule(
             length, held, recorded, lambda steps, left: rg.plan(steps, slots - left)
         )
-        assert schedule.cost == cost_of_ending(slots, length, held, recorded) if held else True
+        assert schedule.cost == cost_of_ending(slots, length, held, recorded)
         assert schedule.peak <= slots
         performed = schedule[:done]
         assert max(a.stop for a in performed if hasattr(a, "stop")) == length

@@ -24,6 +24,7 @@ _RECORDED = 4  # steps are recorded as they come up to so many for each slot
 # However small, a state takes about a kilobyte of Python's memory, and a tape some more.
 _MOST_STATES = 2**15
 _MOST_TAPES = 2**12
+_MOST_STEPS = 2**10  # that are recorded as one graph: autograd recurses into very long ones
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,8 @@ class OpenPlan:
                 "or the state smaller",
                 least,
             )
-        return cls(budget, replace(sizes, scheduled=True, trial_bytes=0))
+        heap = sizes.held(_MOST_STEPS)
+        return cls(budget, replace(sizes, scheduled=True, trial_bytes=0, heap_bytes=heap))
 
     @property
     def slots(self) -> int:
@@ -68,7 +70,8 @@ class OpenPlan:
             return online_schedule(length, [0], recorded, lambda *_: NotImplemented)
         for i in range(len(held) - 1, 0, -1):
             left = self.budget - (i - 1) * sizes.state_bytes
-            if sizes.overhead_bytes(stop - held[i - 1]) <= left:
+            steps = stop - held[i - 1]
+            if steps <= _MOST_STEPS and sizes.overhead_bytes(steps) <= left:
                 del kept[i]
             else:
                 stop = held[i]

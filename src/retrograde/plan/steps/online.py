@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from retrograde.plan.steps.closed_form import hsm_cost
-from retrograde.schedule import Schedule, Units, Verb
+from retrograde.schedule import Chain, Schedule, Units, Verb
 from retrograde.schedule.actions import Code
 
 _AT_A_TIME = 10  # the part of all slots that becomes free at a time is one of so many
@@ -100,7 +100,8 @@ def online_schedule(
         >>> print(schedule[done:][0], schedule.cost, schedule.peak)
         backward 5→4 11 2
     """
-    end, codes, units = length - recorded, list[Code](), Units()
+    end, codes = length - recorded, list[Code]()
+    units: Units | Chain = Units()
     for a, b in pairwise((*held, end)):
         codes += [(Verb.STORE, a, a), (Verb.ADVANCE, a, b)]
     codes = codes if end else [(Verb.STORE, 0, 0)]
