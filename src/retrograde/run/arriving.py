@@ -1,10 +1,10 @@
 """A forward pass whose end nobody knows: its inputs as they come, and what it keeps of the steps.
 
 An iterator is read once, and its items are held, since steps run again. They must stay as they are.
-An item that another one was written over has another version, or at the end another fingerprint.
+An item that another one was written over has another fingerprint when all have come.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,7 +17,6 @@ from retrograde.errors import CellError
 from retrograde.plan.open_end import OpenPlan
 from retrograde.plan.steps.online import Thinned
 from retrograde.replay.fingerprints import Fingerprint, fingerprint, verify
-from retrograde.replay.surroundings import version
 from retrograde.replay.trees import Structure, Tensors, flatten
 from retrograde.run.core import Emit
 from retrograde.run.executor import Run
@@ -37,7 +36,7 @@ class Arrivals:
     needed: bool = False
     steps: list[Tensors] = field(default_factory=list)
     structure: Structure = field(init=False)
-    marks: list[tuple[list[int], list[Fingerprint]]] = field(default_factory=list)
+    prints: list[Sequence[Fingerprint]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not self.take(0):
@@ -73,28 +72,19 @@ class Arrivals:
                 f"the input of step {step} is {structure}: expected {self.structure}, as at step "
                 "0; every item must have the same structure"
             )
-        if step and [version(t) for t in self.steps[-1]] != self.marks[-1][0]:
-            raise _reused(step - 1)
         self.steps.append(leaves or _NOTHING)
-        self.marks.append(_mark(self.steps[-1]) if leaves else _NONE)
+        self.prints.append([fingerprint(t) for t in leaves] if leaves else ())
         return True
 
     def forget(self) -> None:
         """Release the last item."""
-        self.steps[-1], self.marks[-1] = [], ([], [])
+        self.steps[-1] = []
 
     def check(self) -> None:
         """Refuse items that have changed since they came, by a CellError."""
-        for step, (leaves, (_, prints)) in enumerate(zip(self.steps, self.marks, strict=True)):
-            for t, then in zip(leaves, prints, strict=True):
+        for step, (leaves, prints) in enumerate(zip(self.steps, self.prints, strict=True)):
+            for t, then in zip(leaves, prints, strict=False):  # NOTHING has none
                 verify(then, t, partial(_reused, step))
-
-
-def _mark(leaves: Tensors) -> tuple[list[int], list[Fingerprint]]:
-    return [version(t) for t in leaves], [fingerprint(t) for t in leaves]
-
-
-_NONE = _mark(_NOTHING)
 
 
 def _reused(step: int) -> CellError:
