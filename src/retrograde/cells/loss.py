@@ -43,7 +43,7 @@ class StepLoss:
     cell: Cell
     loss: Loss
     device: torch.device
-    note: Callable[[Any, Any], object] | None = None  # is told outputs and states
+    note: Callable[[Any, Any], object] | None = None  # gets outputs and states
 
     def run(self, x: Any, state: Any) -> tuple[Any, Any]:
         """Return the output and the state after the step."""

@@ -1,20 +1,20 @@
 """Which hidden states to hold while nobody knows where the sequence ends.
 
-A state that was let go cannot come back. If the sequence ends at step t with states held at
-0 = p_0 < p_1 < … < p_{k-1} in m slots, the segments between them are reversed from the right. Left
+A state that was freed cannot come back. Let the sequence end at step t, with states held at
+0 = p_0 < p_1 < … < p_{k-1} in m slots. The segments between them are reversed from the right. Left
 of segment i are i states, so it has m − i slots, its own included. Ending then takes
 
     t + Σ C_HSM(p_{i+1} − p_i, m − i)        with p_k = t
 
-forward steps. If no slot is free, the state is let go whose loss adds least to this sum: of equal
+forward steps. If no slot is free, the state is freed whose loss adds least to this sum: of equal
 ones the leftmost. The step that runs next may have been recorded last, and is then not run again.
-With 20 slots or more a tenth of the states is let go at a time, no two of them neighbours.
+With 20 slots or more a tenth of the states is freed at a time, no two of them neighbours.
 
 *Reference.* Stumm and Walther 2010 and Wang, Moin and Iaccarino 2009 bound how often each step
 runs. Their rules keep the least number of repetitions, but run up to 1.30 times the optimum's
 forward steps. This rule follows the cost itself.
 
-*Complexity.* O(m) look-ups of a cost when states are let go, so at most some fifty for a step.
+*Complexity.* O(m) look-ups of a cost when states are freed, so at most some fifty for a step.
 
 *Known limits.* The bound is measured, not proven. For t ≤ 100,000 and 5 ≤ m ≤ 1,000 the cost is at
 most 1.07 times C_HSM(t, m). Below five slots it is up to 1.22 times.
@@ -43,7 +43,7 @@ class Thinned:
     held: list[int] = field(default_factory=lambda: [0])
 
     def add(self, state: int) -> list[int]:
-        """Hold the state that follows all others, if it is worth a slot; return what is let go,
+        """Hold the state that follows all others, if it is worth a slot; return what is freed,
         which may be the state itself.
 
         Example:
