@@ -31,6 +31,8 @@ QUICK = {
     "rollout": ({"steps": 80}, ROUNDING),
     "simulator": ({"steps": 200, "size": 24}, ROUNDING),
     "state_space": ({"chunks": 32, "positions": 16}, ROUNDING),
+    "adaptive_time": ({}, 0),
+    "adaptive_ode": ({}, ROUNDING),
     "library_model": ({"layers": 6, "length": 64}, 0),
     "with_trainer": ({"layers": 4, "length": 32}, 0),
     "with_equinox": ({"steps": 600}, ROUNDING),

@@ -30,10 +30,12 @@ def cheapest(
     core: int = 0,
     initial: int = 1,
     state: int = 1,
+    held: tuple[int, ...] = (),
 ) -> int:
-    """The least cost of all legal schedules whose peak is within ``memory``."""
+    """The least cost of all legal schedules whose peak is within ``memory``. If states are ``held``
+    already, that of what is left to do."""
 
-    def held(stored: int, recorded: int) -> int:
+    def taken(stored: int, recorded: int) -> int:
         total = initial * (stored & 1) + state * (stored >> 1).bit_count()
         inputs = stored | recorded << 1
         return total + sum(
@@ -58,7 +60,7 @@ def cheapest(
             if stored >> k & 1:
                 yield 0, (current, stored & ~(1 << k), recorded, frontier), 0
 
-    start = (0, 0, 0, length)
+    start = (-1 if held else 0, sum(1 << k for k in held), 0, length)
     reached = {start: 0}
     queue = [(0, start)]
     while queue:
@@ -69,7 +71,7 @@ def cheapest(
             continue
         for step, (current, stored, recorded, frontier), moment in moves(here):
             kept = stored & ((1 << frontier) - 1)  # later states are of no use any more
-            if held(kept, recorded) + moment > memory:
+            if taken(kept, recorded) + moment > memory:
                 continue
             after = (current, kept, recorded, frontier)
             if cost + step < reached.get(after, 1 << 60):

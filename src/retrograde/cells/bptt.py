@@ -5,6 +5,7 @@ Time* (2016). Inputs are read when a step needs them, the loss is computed step 
 are dropped at once. Only what the schedule keeps is in memory.
 """
 
+import sys
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, SupportsIndex, cast
@@ -16,10 +17,12 @@ from torch.utils import _pytree as pytree
 from retrograde.cells.as_cell import as_cell
 from retrograde.cells.cell import Cell, StepCore, later_state
 from retrograde.cells.loss import Loss, RangeLoss, StepLoss, examine_loss, state_only
+from retrograde.cells.open_end import Until, arrivals_of, is_iterated, open_plan, refuse_open
 from retrograde.cells.rehearsal import measure_step
 from retrograde.errors import CellError, RetrogradeError
 from retrograde.plan import plan
 from retrograde.plan.fit import Fit
+from retrograde.plan.open_end import OpenPlan, bytes_of
 from retrograde.recurrent.base import BudgetedRNN
 from retrograde.recurrent.fastest import Candidate, candidates, fit_fastest, footprints
 from retrograde.recurrent.fused import Fused, run_held
@@ -27,6 +30,7 @@ from retrograde.recurrent.vendor import Layers, Mode
 from retrograde.replay.referents import find_referents
 from retrograde.replay.switches import autocast_as_now
 from retrograde.replay.trees import Structure, Tensors, flatten, flatten_state
+from retrograde.run.arriving import Arrivals, OpenEnd
 from retrograde.run.core import Core
 from retrograde.run.settled import Settled
 from retrograde.run.sources import Stream, TimeFirst, open_source
@@ -57,6 +61,7 @@ def bptt(
     length: SupportsIndex | None = None,
     input_gradient: TakeInput | None = None,
     progress: Progress | None = None,
+    until: Until | None = None,
 ) -> tuple[Tensor, Any]:
     """Backpropagate the sum of the losses of all steps; neither inputs nor outputs are ever held.
 
@@ -71,7 +76,8 @@ def bptt(
             range of steps, and the budget is the one given here.
         inputs: a pytree of tensors or arrays (a memory map, a data set in a file), each with time
             first; anything that has a length and is indexed by the step; or a function of the
-            step. A step is read more than once, and must give the same values.
+            step. A step is read more than once, and must give the same values. For a cell also an
+            iterator, whose items are held beside the budget, or with ``until`` None for no inputs.
         state: the initial state, a pytree of tensors; for a module torch's, or None for zeros.
         loss: ``loss(t, y_t)``, a scalar tensor, or None for a step without one. With a module it is
             ``loss(range, y)`` with y (steps, B, H), the *sum* of the losses of those steps. The
@@ -81,11 +87,15 @@ def bptt(
             (``"64MiB"``), or a fraction of ordinary backpropagation's memory (``0.05``, ``"5%"``).
             None: every step is kept.
         schedule: the schedule to follow, instead of a budget.
-        length: the number of steps, where the inputs do not have it, or fewer than they have.
+        length: the number of steps, where the inputs do not have it, or fewer than they have. With
+            an iterator or ``until``, the most steps.
         input_gradient: called as ``input_gradient(t, gradient)`` with the gradient of each step's
             input, from the last step to the first; with a module t is a range. None stands for an
             input without a gradient.
-        progress: called as ``progress(done, work)``, in forward and backward steps.
+        progress: called as ``progress(done, work)``, in forward and backward steps. While the end
+            is unknown, ``work`` is what is done.
+        until: ``until(y, state)`` ends the loop of a cell with the first step for which it is true,
+            as for :func:`retrograde.unroll`. Then, and with an iterator, ``memory`` must be bytes.
 
     Returns:
         The sum of the losses, a detached scalar in double precision, and the detached final state.
@@ -111,16 +121,16 @@ def bptt(
     """
     _check_asked(loss, memory, schedule)
     refuse_transforms(flatten_state(state)[0])
-    prepare = _module if getattr(type(cell), "forward", None) in _RANGES else _cell
+    is_module = getattr(type(cell), "forward", None) in _RANGES
+    if until is not None or is_iterated(inputs):
+        module = type(cell).__name__ if is_module else None
+        refuse_open(inputs, until, schedule=schedule, module=module)
+        return _open(cell, inputs, state, loss, memory, length, input_gradient, progress, until)
+    prepare = _module if is_module else _cell
     task = prepare(cast(Any, cell), inputs, state, loss, length, input_gradient is not None)
     if schedule is not None:
         check_schedule(schedule, len(task.stream))
-    core = task.cores[0].core
-    if not (core.parameters or any(task.stream.wanted) or any(s.requires_grad for s in task.state)):
-        raise CellError(
-            "nothing requires a gradient: expected a parameter, an initial state or an input that "
-            "does, or input_gradient="
-        )
+    core = task.core
     if schedule is None and memory is None:
         schedule = plan(len(task.stream), policy="store-all")
     elif schedule is None:
@@ -139,6 +149,43 @@ class _Task:
     probed: Stream
     state: Tensors
     state_spec: Structure
+
+    @property
+    def core(self) -> Core:
+        """The first core. Raises CellError if nothing requires a gradient."""
+        core = self.cores[0].core
+        if core.parameters or any(self.stream.wanted) or any(s.requires_grad for s in self.state):
+            return core
+        raise CellError(
+            "nothing requires a gradient: expected a parameter, an initial state or an input that "
+            "does, or input_gradient="
+        )
+
+
+def _open(
+    cell: Cell, inputs: Any, state: Any, loss: Loss, memory: Memory | None,
+    length: SupportsIndex | None, take: TakeInput | None, progress: Progress | None,
+    until: Until | None,
+) -> tuple[Tensor, Any]:  # fmt: skip
+    """Run a loop of which nobody knows the end. What is read by the step is not held."""
+    items, plan = None, OpenPlan()
+    if memory is not None:
+        bytes_of(memory)
+    if inputs is None or is_iterated(inputs):
+        items = inputs = arrivals_of(inputs, length)
+    elif length is None and callable(inputs) and not hasattr(inputs, "__len__"):
+        length = sys.maxsize
+    task = _cell(cell, inputs, state, loss, length, take is not None)
+    core, stream = cast(StepCore, task.core), task.stream
+    if memory is not None:
+        parts = [] if items else [find_referents([inputs])]
+        core, plan = open_plan(core, task.probed, task.state, memory, parts)
+    end = OpenEnd(plan, lambda step: step < len(stream), until)
+    if items:
+        end.more, end.check = items.take, items.check
+    core = replace(core, cell=replace(cast(StepLoss, core.cell), note=end.note))
+    total, after = run_stream(core, stream, end, task.state, take, progress)
+    return total, task.state_spec.unflatten(after)
 
 
 def _check_asked(loss: Any, memory: Memory | None, schedule: Schedule | None) -> None:
@@ -164,7 +211,8 @@ def _cell(
 ) -> _Task:
     """Prepare any cell, where a step is a call."""
     states, state_spec = flatten_state(state)
-    tensors = [t for t in (*states, *pytree.tree_leaves(inputs)) if isinstance(t, Tensor)]
+    given = inputs.steps[0] if isinstance(inputs, Arrivals) else pytree.tree_leaves(inputs)
+    tensors = [t for t in (*states, *given) if isinstance(t, Tensor)]
     device = tensors[0].device if tensors else torch.device("cpu")
     with autocast_as_now(device):
         stream = Stream.of(open_source(inputs, length, device), device, wants_inputs)

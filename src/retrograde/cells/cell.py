@@ -54,6 +54,8 @@ class StepCore(AutogradCore):
     first_spec: Structure | None = None  # of the initial state, if step 0 changes it to another
     first_like: tuple[Like, ...] = ()  # then of the initial state's tensors
     made: int = 0  # then the number of leaves that step 0 creates
+    singly: bool = False  # whether each step is recorded by itself
+    ragged: bool = False  # whether outputs may have other shapes at other steps
     settled: Settled = field(default_factory=Settled)
 
     @property
@@ -67,6 +69,10 @@ class StepCore(AutogradCore):
     @property
     def numbers(self) -> bool:  # type: ignore[override]
         return any(not shape and place.type == "cpu" for shape, _, place in self.state_like)
+
+    @property
+    def records_ranges(self) -> bool:
+        return not self.singly and super().records_ranges
 
     def recording(self) -> AbstractContextManager[Any]:
         return self.outside.cut()
@@ -92,7 +98,8 @@ class StepCore(AutogradCore):
         _check_like("state", states, state_spec, self.state_like, self.state_spec)
         if output_spec is state_spec is LEAF and outputs[0] is states[0] and self.aliases == (0,):
             return outputs, states
-        _check_like("output", outputs, output_spec, self.output_like, self.output_spec)
+        like = [*map(like_of, outputs)] if self.ragged else self.output_like
+        _check_like("output", outputs, output_spec, like, self.output_spec)
         if torch.is_grad_enabled() or self.settled.sweeps_without_graph:
             _check_aliases(outputs, states, self.aliases)
         return outputs, states

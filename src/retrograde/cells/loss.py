@@ -9,6 +9,7 @@ A step's loss may be None. A cell is examined at a step that has a loss, if one 
 :data:`PROBED` steps or the last one has.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -40,6 +41,7 @@ class StepLoss:
     cell: Cell
     loss: Loss
     device: torch.device
+    note: Callable[[Any, Any], object] | None = None  # gets outputs and states
 
     def run(self, x: Any, state: Any) -> tuple[Any, Any]:
         """Return the output and the state after the step."""
@@ -52,6 +54,8 @@ class StepLoss:
     def __call__(self, inputs: Any, state: Any) -> tuple[Tensor, Any]:
         x, number = inputs
         y, after = self.run(x, state)
+        if self.note is not None:
+            self.note(y, after)
         step = int(number)
         return as_summand(self.told(step, y), f"step {step}", self.device), after
 
@@ -152,7 +156,8 @@ def examine_loss(
     tree = stream.source.structure.unflatten(inputs[:-1]), inputs[-1]
     input_spec = flatten(tree, "inputs")[1]
     last = len(stream) - 1
-    numbers = dict.fromkeys((0, last, *range(1, min(last, PROBED))))
+    ends = [] if len(stream) == sys.maxsize else [last]  # nobody knows which is the last
+    numbers = dict.fromkeys((0, *ends, *range(1, min(last, PROBED))))
     probing = _Probing(part, numbers)
     runs = part.kernel.net.weights if isinstance(part, RangeLoss) else part.cell
     core = examine(probing, inputs, input_spec, state, state_spec, [runs, part.loss])

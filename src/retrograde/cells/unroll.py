@@ -3,10 +3,11 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from typing import Any, TypeVar, cast
+from typing import Any, SupportsIndex, TypeVar, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from retrograde.cells.as_cell import TorchCell, as_cell
 from retrograde.cells.cell import (
@@ -21,6 +22,7 @@ from retrograde.cells.cell import (
 )
 from retrograde.cells.compiled_steps import BLOCK, compiled_steps
 from retrograde.cells.gated import GatedCell, fit_gated, joined, net_of, parted, runs_by_loops
+from retrograde.cells.open_end import Until, arrivals_of, is_iterated, refuse_open, unroll_open
 from retrograde.cells.rehearsal import measure_step
 from retrograde.cells.stateful import Stateful
 from retrograde.errors import BudgetError, CellError
@@ -61,6 +63,8 @@ def unroll(
     schedule: Schedule | None = None,
     stateful: nn.Module | Sequence[nn.Module] = (),
     compile: bool = False,
+    until: Until | None = None,
+    length: SupportsIndex | None = None,
 ) -> tuple[Any, Any]:
     """Run a cell over a sequence; the exact gradient then takes at most ``memory``.
 
@@ -73,7 +77,9 @@ def unroll(
             measured on short ranges. Neither leaves a trace but a cache. Within a budget on a CPU,
             the loops of a layer run torch's own cells, so that results differ from the plain
             loop's by rounding. A function around such a cell has the plain loop's bits.
-        inputs: a pytree of tensors, each with time as its first dimension (T, …).
+        inputs: a pytree of tensors, each with time as its first dimension (T, …). Or an iterator
+            whose items are the inputs of one step each, until it ends. They are held, beside the
+            budget, so each must stay as it is. None, together with ``until``, is for no inputs.
         state: the initial state, a pytree of tensors and numbers, dataclasses included. Every step
             keeps its structure and shapes. Where it has a None, or a number, step 0 may determine
             the state's structure from then on.
@@ -90,9 +96,16 @@ def unroll(
             call takes some ten seconds more and needs a C++ compiler, and results differ from the
             plain loop's by rounding. The cell must not draw random numbers or change anything. It
             cannot be combined with ``schedule`` and ``stateful``.
+        until: ``until(y, state)``, called without gradients after each step. The loop ends with the
+            first step for which it is true. While the end of a loop is unknown, ``memory`` must be
+            bytes, and ``schedule`` and ``compile`` are refused. What it allocates is not counted.
+        length: the most steps of a loop whose end is unknown. If it is reached without inputs, and
+            ``until`` does not hold, that is an error.
 
     Returns:
         The outputs, stacked along a new first dimension (T, …), and the state after the last step.
+        Where the end was unknown, outputs of several shapes are a list. Others are then held twice
+        for the moment in which they are stacked.
 
     Raises:
         BudgetError: the budget is too small; the message names the smallest one that is enough.
@@ -115,6 +128,15 @@ def unroll(
     check_limit(memory, schedule)
     if compile:
         refuse_compiled(schedule=schedule, stateful=stateful or None)
+    if until is not None or is_iterated(inputs) or length is not None:
+        refuse_open(inputs, until, schedule=schedule, compile=compile or None)
+        items = arrivals_of(inputs, length)
+        if not stateful:
+            return unroll_open(as_cell(cell), items, state, memory, until)
+        one = pytree.tree_map_only(Tensor, lambda t: t[None], items[0])
+        held = Stateful.of(cell, stateful, one, state)
+        outputs, last = unroll_open(held, items, held.first(state), memory, until)
+        return outputs, held.leave(last)
     if stateful:
         held = Stateful.of(cell, stateful, inputs, state)
         outputs, last = unroll(held, inputs, held.first(state), memory=memory, schedule=schedule)

@@ -10,6 +10,7 @@ raised.
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,13 +23,13 @@ from retrograde.replay.trees import Tensors
 from retrograde.run.autograd_core import AutogradCore
 from retrograde.run.core import Core, Gradients, discard, window
 from retrograde.run.executor import Run
-from retrograde.run.layout import ROWS, Inputs, Layout, Straight, steps_of
+from retrograde.run.layout import NOTHING, ROWS, Inputs, Layout, OneByOne, Straight, steps_of
 from retrograde.run.states import is_real, with_attributes
 from retrograde.run.transforms import no_forward_mode, refuse_batches, uncompiled
 from retrograde.schedule import Schedule
 from retrograde.torch_private import will_run
 
-_OTHERS = 4  # the number of the node's arguments before the tensors
+_OTHERS = 5  # the number of the node's arguments before the tensors
 _NO_SECOND_ORDER = (
     "the gradient of this budgeted recurrence cannot itself be differentiated: expected "
     "create_graph=False; for second derivatives use backward=None, memory=None and "
@@ -47,10 +48,58 @@ def run_schedule(
     prints = core.prints(schedule.length) if stand_ins is None else None
     parameters = core.parameters if stand_ins is None else stand_ins
     run = Run(core, tuple(schedule), schedule.length, prints=prints)
+    return _applied(run, layout, inputs, state, parameters)
+
+
+def _applied(
+    run: Run, layout: Layout, inputs: Tensors, state: Tensors, parameters: Tensors,
+    done: "Done | None" = None,
+) -> tuple[Tensors, Tensors]:  # fmt: skip
     results = _Recurrence.apply(  # type: ignore[no-untyped-call]
-        run, layout, len(inputs), len(state), *inputs, *state, *parameters
+        run, layout, len(inputs), len(state), done, *inputs, *state, *parameters
     )
     return list(results[: -run.states or None]), list(results[len(results) - run.states :])
+
+
+class Begun:
+    """What surrounds a call when it begins, and the versions of its tensors, parameters last."""
+
+    def __init__(self, core: Core, state: Tensors, tensors: Sequence[Tensor]) -> None:
+        place = core.surroundings.device.type
+        self.autocast = autocast_as_now(core.surroundings.device)
+        self.casts = torch.is_autocast_enabled(place)
+        self.same = [next(i for i, s in enumerate(state) if s is t) for t in state]
+        self.before, self.marks = core.surroundings.capture(), core.surroundings.marks()
+        self.versions = [version(t) for t in tensors]
+
+    def check(self, tensors: Sequence[Tensor]) -> None:
+        """Refuse a forward pass that wrote to its tensors."""
+        if self.versions != [version(t) for t in tensors]:
+            raise CellError(
+                "the cell wrote in place to an input, an initial state or a parameter during the "
+                "forward pass: expected them to stay as they are; return new tensors instead"
+            )
+
+
+@dataclass(frozen=True)
+class Done:
+    """A forward pass that has been performed: its outputs and which of them require a gradient, and
+    the state after it."""
+
+    begun: Begun
+    outputs: Tensors
+    wanted: list[bool]
+    after: Tensors
+
+
+def finish_schedule(
+    run: Run, done: Done, inputs: Sequence[Tensors], state: Tensors
+) -> tuple[Tensors, Tensors]:
+    """As :func:`run_schedule`, for a forward pass that is performed, given each step's inputs."""
+    run.actions = tuple(run.actions)  # which is indexed faster
+    flat = [t for leaves in inputs for t in leaves if t is not NOTHING]
+    layout = OneByOne(run.length, len(flat) // run.length, len(done.outputs) // run.length)
+    return _applied(run, layout, flat[::-1], state, run.core.parameters, done)
 
 
 def run_without_gradient(
@@ -103,35 +152,31 @@ class _Outputs:
 class _Recurrence(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, run: Run, layout: Layout, n_inputs: int, n_state: int, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
+        ctx: Any, run: Run, layout: Layout, n_inputs: int, n_state: int, done: Done | None,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         ctx.set_materialize_grads(False)
         core, ctx.run = run.core, run
         ctx.n_inputs, ctx.layout = n_inputs, layout
         inputs, state = list(tensors[:n_inputs]), list(tensors[n_inputs : n_inputs + n_state])
-        versions = [version(t) for t in tensors]
-        device = tensors[0].device
-        ctx.autocast, ctx.casts = autocast_as_now(device), torch.is_autocast_enabled(device.type)
-        ctx.same = [next(i for i, s in enumerate(state) if s is t) for t in state]
-        ctx.before = core.surroundings.capture()
-        ctx.marks = core.surroundings.marks()
-        outputs = _Outputs(core, layout)
-        outputs.tensors = held = core.room(layout.read(inputs))
-        with ctx.autocast:
-            after = run.forward(layout.read(inputs, held), state, outputs.emit)
-        ctx.fresh = True
-        if versions != [version(t) for t in tensors]:
-            raise CellError(
-                "the cell wrote in place to an input, an initial state or a parameter during the "
-                "forward pass: expected them to stay as they are; return new tensors instead"
-            )
+        held: Tensors = []
+        if done is None:
+            begun = Begun(core, state, tensors)
+            outputs = _Outputs(core, layout)
+            outputs.tensors = held = core.room(layout.read(inputs))
+            with begun.autocast:
+                after = run.forward(layout.read(inputs, held), state, outputs.emit)
+            begun.check(tensors)
+            done = Done(begun, outputs.tensors, outputs.wanted, after)
+        ctx.begun, ctx.fresh = done.begun, True
         core.surroundings.cut()
-        ctx.versions = versions[n_inputs + n_state :]
+        versions, others = done.begun.versions, n_inputs + n_state
+        ctx.versions = versions[len(versions) - len(tensors[others:]) :]
         ctx.n_held = len(held)
         ctx.save_for_backward(*held, *inputs, *state)
-        wanted = outputs.wanted or [True] * len(outputs.tensors)
-        wanted = [*wanted, *(t.requires_grad or not core.stepwise for t in after)]
-        results = (*outputs.tensors, *(with_attributes(t.detach(), t) for t in after))
+        wanted = done.wanted or [True] * len(done.outputs)
+        wanted = [*wanted, *(t.requires_grad or not core.stepwise for t in done.after)]
+        results = (*done.outputs, *(with_attributes(t.detach(), t) for t in done.after))
         pairs = zip(results, wanted, strict=True)
         ctx.mark_non_differentiable(
             *(t for t, is_wanted in pairs if not (is_wanted and is_real(t)))
@@ -147,19 +192,19 @@ class _Recurrence(torch.autograd.Function):
         saved = ctx.saved_tensors  # read once: hooks that recompute them then do so once
         held, saved = saved[: ctx.n_held], saved[ctx.n_held :]
         inputs, state = list(saved[: ctx.n_inputs]), list(saved[ctx.n_inputs :])
-        run, layout = ctx.run, ctx.layout
+        run, layout, begun = ctx.run, ctx.layout, ctx.begun
         parameters = run.core.parameters
         needs = ctx.needs_input_grad[_OTHERS:]
         read = layout.read(inputs, held)
         count = len(grads) - run.states
         wanted = [x if needed else None for x, needed in zip(inputs, needs, strict=False)]
-        eager, device = run.core.fused, inputs[0].device
-        casts = ctx.casts or torch.is_autocast_enabled(device.type)
+        eager, device = run.core.fused, run.core.surroundings.device
+        casts = begun.casts or torch.is_autocast_enabled(device.type)
         gradients = Gradients(
             outputs=grads[:count],
             states=list(grads[count:]),
             inputs=[torch.empty_like(x) if eager and x is not None else None for x in wanted],
-            wanted=wanted,
+            wanted=wanted if layout.whole else (),
             parameters=run.core.totals(),
             length=run.length,
             layout=layout,
@@ -167,12 +212,12 @@ class _Recurrence(torch.autograd.Function):
             outside=autocast_as_now(device) if casts else nullcontext(),
             asked=[will_run(node) for node, _ in ctx.next_functions[len(saved) :]],
         )
-        with ctx.marks.as_then(), ctx.autocast, muted_hooks([*parameters, *state]):
+        with begun.marks.as_then(), begun.autocast, muted_hooks([*parameters, *state]):
             try:
                 if not ctx.fresh:
                     with run.without_trace():
-                        run.core.surroundings.restore(ctx.before)
-                        run.forward(read, [state[i] for i in ctx.same], discard)
+                        run.core.surroundings.restore(begun.before)
+                        run.forward(read, [state[i] for i in begun.same], discard)
                 ctx.fresh = False
                 run.backward(read, gradients)
                 if run.prints is not None:

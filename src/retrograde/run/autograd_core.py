@@ -27,7 +27,7 @@ from retrograde.errors import CellError
 from retrograde.replay.trees import Tensors
 from retrograde.run.core import Core, Emit, Gradient, Gradients, Tape, as_leaf, window
 from retrograde.run.foreign import LeafWatch
-from retrograde.run.layout import Inputs, leaves_of, steps_of
+from retrograde.run.layout import Inputs, leaves_of, rows_of, steps_of
 from retrograde.run.prints import Prints
 from retrograde.run.settled import operations
 from retrograde.run.states import each_once, entry, is_real, renewed, renewed_apart
@@ -167,7 +167,8 @@ class AutogradCore(Core):
             if self.watched:
                 watch = LeafWatch([*x, *first, *self.targets], self.targets, mark)
             if joint:
-                outputs, after = self._record_steps(x, given, start, last, emit, watch)
+                rows = rows_of(inputs, x, stop - start)
+                outputs, after = self._record_steps(rows, given, start, last, emit, watch)
             else:
                 own = x if self.fused else [t[...] if t.requires_grad else t for t in x]
                 before = operations()
@@ -196,16 +197,16 @@ class AutogradCore(Core):
         )
 
     def _record_steps(
-        self, leaves: Tensors, state: Tensors, start: int, last: bool, emit: Emit | None,
-        watch: LeafWatch | None,
+        self, rows: Iterable[Tensors], state: Tensors, start: int, last: bool,
+        emit: Emit | None, watch: LeafWatch | None,
     ) -> tuple[Tensors, Tensors]:  # fmt: skip
         """Run the steps of a range in sequence; return a root for each output, and the state. An
         output that is the state is left out at the last step, unless that is the ``last`` of all.
         """
         found, run, settled = [], self._run_for(emit), self.settled
-        for k, x in enumerate(zip(*(t.unbind() for t in leaves), strict=True), start):
+        for k, x in enumerate(rows, start):
             before = operations()
-            outputs, state = run(list(x), state)
+            outputs, state = run(x, state)
             settled.note(k, operations() - before)
             if emit is not None:
                 emit(k, k + 1, outputs, state)
@@ -291,7 +292,8 @@ def _seeded(
     for edge, alias, part in reversed(outputs):
         if joint and part is not None and edge is not None:
             node: Any = edge.node
-            node.gradient = (part.expand(steps) if core.output_is_total else part).unbind()
+            part = part.expand(steps) if core.output_is_total else part
+            node.gradient = part if isinstance(part, tuple) else part.unbind()
             found.append((edge, _NOTHING))
         elif alias is None or tape.stop == gradients.length:
             found.append((edge, part))

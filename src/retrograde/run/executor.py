@@ -6,12 +6,12 @@ is differentiated.
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,12 +57,19 @@ class Run:
 
     def forward(self, inputs: Inputs, state: Tensors, emit: Emit | None) -> Tensors:
         """Perform all actions before the first ``Backward``; return the state after all steps."""
+        return self.follow(self._next_forward(), inputs, state, emit)
+
+    def follow(
+        self, actions: Iterable[Action], inputs: Inputs, state: Tensors, emit: Emit | None
+    ) -> Tensors:
+        """Perform actions before any ``Backward``, as they come; return the state after them."""
         self.clear()
         self.done, self.position = 0, 0
         self.state = [*state] if self.core.stepwise else each_once(Tensor.detach, state)
         if self.prints is not None and emit is not None:
             emit = partial(_noted, emit, self.prints)
-        self._until_backward(inputs, emit)
+        for action in actions:
+            self._perform(action, inputs, emit)
         after, self.state = self.state, []
         self.states = len(after)
         return after
@@ -76,12 +83,18 @@ class Run:
                 self._consume(inputs, action.start, gradients)
                 continue
             with self.without_trace():
-                self._until_backward(inputs, None)
+                for action in self._next_forward():
+                    self._perform(action, inputs, None)
         self.state = []
 
-    def _until_backward(self, inputs: Inputs, emit: Emit | None) -> None:
-        while self.done < len(self.actions) and not isinstance(self.actions[self.done], Backward):
-            self._perform(inputs, emit)
+    def _next_forward(self) -> Iterator[Action]:
+        """Iterate over the actions that come next, up to a ``Backward``."""
+        while self.done < len(self.actions):
+            action = self.actions[self.done]
+            if isinstance(action, Backward):
+                break
+            self.done += 1
+            yield action
 
     @contextmanager
     def without_trace(self) -> Iterator[None]:
@@ -97,16 +110,14 @@ class Run:
     def clear(self) -> None:
         self.stored, self.tapes, self.state = {}, [], []
 
-    def _perform(self, inputs: Inputs, emit: Emit | None) -> None:
-        action: Any = self.actions[self.done]
-        self.done += 1
+    def _perform(self, action: Any, inputs: Inputs, emit: Emit | None) -> None:
         match action:
-            case Advance(start):
-                self._advance(inputs, start, emit)
+            case Advance(start, stop):
+                self._advance(inputs, start, stop, emit)
             case Store(at):
                 with torch.enable_grad():
                     state = each_once(renewed, self.state) if at == 0 else self.state
-                self.stored[at] = state, self.core.surroundings.capture()
+                self.stored[at] = state, self._ambient(at)
             case Record(start, stop):
                 self._record(inputs, start, stop, emit)
             case Load(at):
@@ -122,7 +133,7 @@ class Run:
         if not settled.planned:
             self._record_all(inputs, start, stop, emit)
             return
-        later = _Later(start, stop, self.state, self.core.surroundings.capture())
+        later = _Later(start, stop, self.state, self._ambient(start))
         if settled.at_once(stop - start) < stop - start:
             self._put_off(inputs, later, emit)
             return
@@ -175,10 +186,10 @@ class Run:
                 self.state, stop = [], a
                 self._consume(inputs, a, gradients)
 
-    def _advance(self, inputs: Inputs, start: int, emit: Emit | None) -> None:
+    def _advance(self, inputs: Inputs, start: int, stop: int, emit: Emit | None) -> None:
         """Perform an ``Advance``, and with it those that follow directly after a ``Store``. The
         core must allow them in one call."""
-        stops = [cast(Advance, self.actions[self.done - 1]).stop]
+        stops = [stop]
         while self.core.advances_many and isinstance(self.actions[self.done], Store):
             after = self.actions[self.done + 1]
             if not isinstance(after, Advance):
@@ -201,6 +212,12 @@ class Run:
         inside = self.cuts[bisect_right(self.cuts, start) : bisect_left(self.cuts, stop)]
         return list(pairwise([start, *inside, stop]))
 
+    def _ambient(self, at: int) -> Snapshot:
+        """Return the surroundings at the current state, which may be kept already."""
+        if at in self.stored or (self.tapes and self.tapes[-1].stop == at):
+            return self._kept(at)[1]
+        return self.core.surroundings.capture()
+
     def _kept(self, at: int) -> tuple[Tensors, Snapshot]:
         if at in self.stored:
             return self.stored[at]
@@ -211,5 +228,5 @@ class Run:
 def _noted(
     emit: Emit, prints: Prints, start: int, stop: int, outputs: Tensors, state: Tensors
 ) -> None:
-    emit(start, stop, outputs)
+    emit(start, stop, outputs, state)
     prints(start, stop, outputs, state)

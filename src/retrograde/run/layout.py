@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -41,8 +41,37 @@ class Inputs(Protocol):
 
 def leaves_of(inputs: Inputs, index: Index) -> Tensors:
     """Return inputs as new leaves of a graph, which require a gradient if one is wanted."""
-    pairs = zip(inputs[index], inputs.differentiable, strict=True)
-    return [t.detach().requires_grad_(wanted) for t, wanted in pairs]
+    leaves = inputs[index]
+    wanted = inputs.differentiable
+    if isinstance(inputs, Apart):
+        wanted = [t.requires_grad for t in leaves]
+    return [t.detach().requires_grad_(asks) for t, asks in zip(leaves, wanted, strict=True)]
+
+
+def rows_of(inputs: Inputs, leaves: Tensors, steps: int) -> Iterator[Tensors]:
+    """Iterate over the leaves of each step of a range, of which ``leaves`` are those of all."""
+    if not isinstance(inputs, Apart):
+        yield from map(list, zip(*(t.unbind() for t in leaves), strict=True))
+        return
+    for k in range(0, len(leaves), len(leaves) // steps):
+        own = leaves[k : k + len(leaves) // steps]
+        yield [t[...] if t.requires_grad else t for t in own]
+
+
+@dataclass
+class Apart(Inputs):
+    """Each step's own tensors. The leaves of a range are those of its steps, one after another."""
+
+    steps: list[Tensors]
+    differentiable = ()  # the tensors themselves say so
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __getitem__(self, index: Index) -> Tensors:
+        if isinstance(index, slice):
+            return [t for leaves in self.steps[index] for t in leaves]
+        return self.steps[index]
 
 
 class Layout:
@@ -51,6 +80,7 @@ class Layout:
 
     length: int  # the number of steps
     added = 0  # the leaves of a call beside those of the tensors
+    whole = True  # whether a tensor has all steps
 
     @property
     def calls(self) -> int:
@@ -253,6 +283,38 @@ class InBlocks(Layout):
 
     def take(self, totals: Sequence[Gradient], index: Index, shares: Sequence[Gradient]) -> None:
         self.steps.take(totals, self.rows(index), shares)
+
+
+@dataclass(frozen=True)
+class OneByOne(Layout):
+    """Tensors of one step each, ``width`` inputs and ``outputs`` a step. Inputs are in the reverse
+    order: autograd adds the gradients of one tensor in the order in which a loop adds them."""
+
+    length: int
+    width: int
+    outputs: int
+    whole = False
+
+    def read(self, tensors: Tensors, outputs: Sequence[Tensor] = ()) -> Any:
+        flat, n = tensors[::-1], self.width
+        return Apart([flat[k * n : k * n + n] or [NOTHING] for k in range(self.length)])
+
+    def parts(self, tensors: Sequence[Gradient], index: Index) -> list[Any]:
+        n = self.outputs
+        if not isinstance(index, slice):
+            return [*tensors[index * n : index * n + n]]
+        own = [tensors[j + index.start * n : index.stop * n : n] for j in range(n)]
+        return [None if all(t is None for t in one) else tuple(one) for one in own]
+
+    def take(self, totals: Sequence[Gradient], index: Index, shares: Sequence[Gradient]) -> None:
+        first = index.start if isinstance(index, slice) else index
+        if self.width:
+            for i, share in enumerate(shares, first * self.width):
+                cast(list[Gradient], totals)[-1 - i] = share
+
+
+#: The input of a step that has none.
+NOTHING = torch.empty(0, device="cpu")
 
 
 def steps_of(inputs: Inputs, start: int, stop: int) -> Iterator[Tensors]:

@@ -29,8 +29,8 @@ class Prints:
     found: dict[int, list[Fingerprint]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        most = _MOST_ON_A_GPU if self.surroundings.device.type == "cuda" else _MOST
-        self.stride = max(_SHARE if self.turn else 1, -(-self.length // most))
+        self.most = _MOST_ON_A_GPU if self.surroundings.device.type == "cuda" else _MOST
+        self.stride = max(_SHARE if self.turn else 1, -(-self.length // self.most))
 
     def covers(self, start: int, stop: int) -> bool:
         """Return whether some step of a range is checked."""
@@ -43,6 +43,10 @@ class Prints:
         then = self.found.get(start)
         if then is None:
             self.found[start] = [fingerprint(t) for t in distinct((*outputs, *state))]
+            if len(self.found) > 2 * self.most:  # the length was not known
+                self.stride *= 2
+                kept = (k for k in self.found if not (k + self.turn) % self.stride)
+                self.found = {k: self.found[k] for k in kept}
             return
         now = distinct((*outputs, *state))
         if len(now) != len(then):

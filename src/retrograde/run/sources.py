@@ -10,9 +10,11 @@ memory map belong to the operating system and are not counted. What is read from
 model on a GPU is moved (:class:`Stream`).
 """
 
+import copy
 import operator
+import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, SupportsIndex, cast
 
@@ -24,6 +26,7 @@ from torch.utils import _pytree as pytree
 from retrograde.errors import CellError
 from retrograde.replay.generators import sources
 from retrograde.replay.trees import Structure, Tensors, flatten
+from retrograde.run.arriving import Arrivals
 from retrograde.run.layout import check_length
 from retrograde.run.states import Like, is_real, like_of
 
@@ -38,9 +41,11 @@ def open_source(inputs: Any, length: SupportsIndex | None, device: torch.device)
         (5, [tensor([3., 3.])], [tensor([[1., 1.],
                 [2., 2.]])])
     """
+    if isinstance(inputs, Arrivals):
+        return Steps(inputs.__getitem__, sys.maxsize, device)
     if all(_is_array(leaf) for leaf in pytree.tree_leaves(inputs) if leaf is not None):
         return TimeFirst.of(inputs, length)
-    return Steps(_reader(inputs), _told(length, inputs), device)
+    return Steps(_reader(inputs), steps_told(length, inputs), device)
 
 
 def _reader(inputs: Any) -> Callable[[int], Any]:
@@ -54,7 +59,7 @@ def _reader(inputs: Any) -> Callable[[int], Any]:
         f"cannot read inputs from a {type(inputs).__name__}: expected a pytree of tensors or "
         "arrays with time first, a function of the step, or something indexed by it, since steps "
         "are read again; for a list of steps, pass inputs=lambda t: steps[t], length=len(steps); "
-        "write what an iterator gives to a file first, such as a memory map"
+        "for a module write what an iterator gives to a file first, such as a memory map"
     )
 
 
@@ -77,7 +82,7 @@ class TimeFirst:
         shape = pytree.tree_map(lambda leaf: None if leaf is None else stand_in, inputs)
         _, structure = flatten(shape, "inputs")
         leaves = [leaf for leaf in pytree.tree_leaves(inputs) if leaf is not None]
-        return cls(leaves, structure, _told(length, range(check_length(leaves))))
+        return cls(leaves, structure, steps_told(length, range(check_length(leaves))))
 
     def __len__(self) -> int:
         return self.length
@@ -179,6 +184,12 @@ class Stream:
                 leaves[k] = (t.pin_memory() if pins else t).to(self.device, non_blocking=True)
         return leaves
 
+    def ended(self, length: int) -> "Stream":
+        """Return the stream of the first ``length`` steps."""
+        source = copy.copy(self.source)
+        object.__setattr__(source, "length", length)  # some are frozen
+        return replace(self, source=source)
+
     @property
     def differentiable(self) -> tuple[bool, ...]:
         return (*self.wanted, False)
@@ -201,7 +212,7 @@ class Stream:
         return [*self.read(index), torch.arange(first, first + steps, device="cpu")]
 
 
-def _told(length: SupportsIndex | None, inputs: Any) -> int:
+def steps_told(length: SupportsIndex | None, inputs: Any) -> int:
     """Return the number of steps, from the argument and from the inputs themselves."""
     there = len(inputs) if hasattr(inputs, "__len__") else None
     if length is None and there is None:

@@ -12,7 +12,7 @@ leaf, as in an ordinary backward pass.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from retrograde.errors import CellError
 from retrograde.replay.surroundings import muted_hooks, version
 from retrograde.replay.switches import autocast_as_now
 from retrograde.replay.trees import Tensors
+from retrograde.run.arriving import OpenEnd
 from retrograde.run.core import Core, Gradients
 from retrograde.run.executor import Run
 from retrograde.run.layout import Straight
@@ -32,42 +33,54 @@ from retrograde.schedule.schedule import forward_ranges
 Gradient = Tensor | None
 #: Called with the step, or the range of steps, and the gradient of its input; later steps first.
 TakeInput = Callable[[Any, Any], object]
-#: Called with the number of steps of work that are done, and the number in all.
+#: Called with the number of steps of work that are done, and the number in all. While nobody knows
+#: where the sequence ends, the latter is that of the steps that are done.
 Progress = Callable[[int, int], object]
 
 
 def run_stream(
-    core: Core, stream: Stream, schedule: Schedule, state: Tensors,
+    core: Core, stream: Stream, schedule: Schedule | OpenEnd, state: Tensors,
     take_input: TakeInput | None = None, progress: Progress | None = None,
 ) -> tuple[Tensor, Tensors]:  # fmt: skip
     """Run a recurrence with its loss, backpropagate it, and accumulate the gradients. Returns the
     sum of all losses in double precision, and the state after the last step. Raises CellError if a
     property of the core that was found at one step does not hold at another."""
-    device = core.surroundings.device
+    device, end = core.surroundings.device, None
     inputs, counter = stream, None
+    if isinstance(schedule, OpenEnd):
+        end, schedule = schedule, Schedule.from_actions((), length=1)
     if progress is not None:
-        starts, stops = forward_ranges(schedule)
-        counter = _Counter(progress, int((stops - starts).sum()) + schedule.length)
+        counter = _Counter(progress, 0 if end else _work(schedule))
         inputs = replace(stream, reading=counter.reading)
-    gradients = _Streamed(
-        outputs=[torch.ones((), dtype=torch.float64, device=device)],
-        states=[],
-        inputs=[None] * (len(stream.source.trained) + 1),
-        wanted=stream.source.trained,
-        parameters=core.totals(),
-        length=len(stream),
-        layout=Straight(len(stream), core.fused),
-        stream=stream,
-        take=take_input,
-        counter=counter,
-    )
     total = torch.zeros((), dtype=torch.float64, device=device)
     mine = [*state, *core.parameters, *(t for t in stream.source.trained if t is not None)]
     versions, marks = [version(t) for t in mine], core.surroundings.marks()
-    run = Run(core, schedule, len(stream), prints=core.prints(len(stream)))
+    length = len(stream) if end is None else schedule.length
+    run = Run(core, schedule, length, prints=core.prints(length))
+
+    def emit(start: int, stop: int, values: Tensors, *_: Tensors) -> None:
+        total.add_(values[0].detach())
+
     with autocast_as_now(device), muted_hooks([*core.parameters, *state]):
-        after = run.forward(inputs, state, lambda _, __, ys, *___: total.add_(ys[0].detach()))
-        gradients.states = [None] * len(after)
+        if end is None:
+            after = run.forward(inputs, state, emit)
+        else:
+            after = end.sweep(run, inputs, state, emit)
+            stream, inputs = stream.ended(run.length), inputs.ended(run.length)
+            if counter is not None:
+                counter.work = _work(cast(Schedule, run.actions))
+        gradients = _Streamed(
+            outputs=[torch.ones((), dtype=torch.float64, device=device)],
+            states=[None] * len(after),
+            inputs=[None] * (len(stream.source.trained) + 1),
+            wanted=stream.source.trained,
+            parameters=core.totals(),
+            length=len(stream),
+            layout=Straight(len(stream), core.fused),
+            stream=stream,
+            take=take_input,
+            counter=counter,
+        )
         core.surroundings.cut()
         with marks.as_then():
             run.backward(inputs, gradients)
@@ -79,6 +92,12 @@ def run_stream(
         )
     _hand_over(core, stream, state, gradients)
     return total, [with_attributes(t.detach(), t) for t in after]
+
+
+def _work(schedule: Schedule) -> int:
+    """Return the number of forward and backward steps."""
+    starts, stops = forward_ranges(schedule)
+    return int((stops - starts).sum()) + schedule.length
 
 
 def _hand_over(core: Core, stream: Stream, state: Tensors, gradients: "_Streamed") -> None:
@@ -158,4 +177,4 @@ class _Counter:
         self.pending = 0
         if steps:
             self.done += steps
-            self.progress(self.done, self.work)
+            self.progress(self.done, max(self.done, self.work))
