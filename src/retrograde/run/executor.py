@@ -210,6 +210,8 @@ class Run:
         if self.cuts is None:
             self.cuts = self.core.cuts(self.actions, self.length)
         inside = self.cuts[bisect_right(self.cuts, start) : bisect_left(self.cuts, stop)]
+        if (most := self.core.settled.most_steps) < stop - start and self.core.stepwise:
+            inside = sorted({*inside, *range(start + most, stop, most)})
         return list(pairwise([start, *inside, stop]))
 
     def _ambient(self, at: int) -> Snapshot:

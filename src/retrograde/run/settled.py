@@ -17,6 +17,8 @@ from retrograde.torch_private import next_node
 
 _UNLIKE = 1.1
 _MOST_PIECES = 16  # that a range is recorded in; its steps run again for each
+_MOST_NODES = 2**13  # of one graph; each that Python has seen is released within the one after it
+_USUAL_NODES = 2**4  # of a step, before one was recorded
 
 #: Returns the number of operations that this thread has recorded.
 operations = next_node
@@ -46,6 +48,11 @@ class Settled:
         """The factor by which the largest step exceeds those that were measured, or 1."""
         factor = self.seen / self.planned if self.planned else 1.0
         return factor if factor > _UNLIKE else 1.0
+
+    @property
+    def most_steps(self) -> int:
+        """The most steps of one graph, since the release of a longer one may overflow the stack."""
+        return max(1, _MOST_NODES // (self.seen or _USUAL_NODES))
 
     @property
     def sweeps_without_graph(self) -> bool:

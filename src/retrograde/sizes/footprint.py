@@ -116,7 +116,11 @@ def footprint(
         for n in (2, 3):
             points[n] = replace(one, held=n * one.held, record=one.record + (n - 1) * one.held)
 
-    points = dict(sorted((told or points).items()))
+    points, most = dict(sorted((told or points).items())), core.settled.most_steps
+    if length > most and not core.fused:  # each graph of a long range has a state of its own
+        more = -(-2 * sum(map(_rounded, state)) // most)
+        for n, one in points.items():
+            points[n] = replace(one, held=one.held + n * more, record=one.record + n * more)
 
     def curve(kind: str) -> Curve:
         return Curve(tuple((L, getattr(size, kind)) for L, size in points.items()))
