@@ -66,7 +66,6 @@ def test_spikes_take_a_bit_each_while_they_wait():
     division = rg.budget(ours, 6 * x.nbytes, x)
     assert all(map(torch.equal, step(ours, x), step(plain, x)))
     assert working(ours, x) <= division.total_bytes + x.nbytes  # of the output
-    assert division.seconds < 2 * division.ordinary_seconds
 
 
 @pytest.mark.parametrize("kind", [rg.budget, rg.Sequential])
