@@ -431,7 +431,7 @@ def test_what_cannot_be_is_refused(message):
 
 def test_modules_and_compiled_blocks_are_refused():
     lstm = nn.LSTM(3, 5).double()
-    with pytest.raises(rg.CellError, match="got module= for a loop whose end is unknown"):
+    with pytest.raises(rg.CellError, match="a LSTM with an unknown number of steps"):
         rg.bptt(lstm, iter(rows(3)), loss=lambda t, y: y.sum(), memory="64KiB")
     with pytest.raises(rg.CellError, match="got compile= for a loop whose end is unknown"):
         rg.unroll(Task().cell, iter(rows(3)), Task().state, memory="64KiB", compile=True)

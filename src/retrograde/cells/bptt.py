@@ -123,8 +123,9 @@ def bptt(
     refuse_transforms(flatten_state(state)[0])
     is_module = getattr(type(cell), "forward", None) in _RANGES
     if until is not None or is_iterated(inputs):
-        module = type(cell).__name__ if is_module else None
-        refuse_open(inputs, until, schedule=schedule, module=module)
+        refuse_open(inputs, until, schedule=schedule)
+        if is_module:
+            _check_module(cast(nn.RNNBase, cell), is_open=True)
         return _open(cell, inputs, state, loss, memory, length, input_gradient, progress, until)
     prepare = _module if is_module else _cell
     task = prepare(cast(Any, cell), inputs, state, loss, length, input_gradient is not None)
@@ -248,10 +249,11 @@ def _module(
     return _Task(found, stream, probed, states, state_spec)
 
 
-def _check_module(module: nn.RNNBase) -> None:
-    """Refuse modules that cannot be run in ranges."""
+def _check_module(module: nn.RNNBase, *, is_open: bool = False) -> None:
+    """Refuse modules that cannot be run in ranges, or a loop whose end is unknown."""
     dropped = module.dropout and module.training and module.num_layers > 1
     refused = {
+        "an unknown number of steps": is_open,
         "bidirectional=True": module.bidirectional,
         f"dropout={module.dropout} between layers": dropped,
         "batch_first=True": module.batch_first,
