@@ -93,7 +93,7 @@ def test_measured_seconds_are_of_this_machine():
     assert 0 < profile.backward_seconds < 1
     inputs = x.expand(200, *x.shape)
     least, most = (rg.fit(cell, inputs, h, memory=memory) for memory in ("5%", 1.0))
-    assert least.seconds > 0 and most.seconds > 0  # which is larger depends on the machine's load
+    assert min(least.seconds, most.seconds) > 0  # which is larger depends on the machine's load
     assert least.forward_steps > most.forward_steps
 
 
