@@ -162,7 +162,6 @@ FORMS = {
     "tensor": lambda x: {"inputs": x},
     "array": lambda x: {"inputs": x.numpy()},
     "function": lambda x: {"inputs": lambda t: x[t], "length": len(x)},
-    "iterator": lambda x: {"inputs": iter(x), "length": len(x)},
 }
 
 
