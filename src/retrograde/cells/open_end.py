@@ -78,13 +78,8 @@ def open_plan(
     bytes_of(memory)
     moving = tuple(b.nbytes for b in core.surroundings.buffers), len(core.surroundings.sources)
     tensors = map(signature, (*inputs[0], *states, *core.parameters))
-    shapes = (
-        moving,
-        tuple(inputs.differentiable),
-        torch.get_num_threads(),
-        core.state_like,
-        *tensors,
-    )
+    wanted, threads = tuple(inputs.differentiable), torch.get_num_threads()
+    shapes = moving, wanted, threads, core.state_like, *tensors
     state_later = cache(partial(later_state, core, inputs, states))
 
     def find(settled: Settled) -> tuple[Footprint, bool]:

@@ -228,7 +228,7 @@ class Sequential(nn.Sequential):
             given = Arguments((value,))
             with kind.watched(number, [self], given, made if number else None) as grew:
                 value, before = row.run(number, unit, unit.forward, given, made, before)
-                grew += [""] * kind.is_whole(number, before, made)
+                grew += [unit.name] * kind.is_whole(number, before, made)
             made = made_by(value, given.leaves if unit.fill is None else ())
             grown += grew
         if grown and (need := peak_of(kind.sizes, plan)) > allowed:

@@ -253,7 +253,7 @@ class LayerRun:
                     run = now.calls.run
                     result, now.last = run(at, now.kind.units[at], forward, given, made, now.last)
                     if grew is not None and now.kind.is_whole(at, now.last, made):
-                        grew.append("")
+                        grew.append(self.names[k])
             if grew:
                 self.joint_plan.grows(now.kind.units[at].name, now.kind)
             if self.sample is not None:
