@@ -7,7 +7,7 @@ are dropped at once. Only what the schedule keeps is in memory.
 
 import sys
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, SupportsIndex, cast
 
 import torch
@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from retrograde.cells.as_cell import as_cell
-from retrograde.cells.cell import Cell, StepCore, later_state
+from retrograde.cells.cell import Cell, StepCore
 from retrograde.cells.loss import Loss, RangeLoss, StepLoss, examine_loss, state_only
 from retrograde.cells.open_end import Until, arrivals_of, is_iterated, open_plan, refuse_open
-from retrograde.cells.rehearsal import measure_step
+from retrograde.cells.rehearsal import fit_cell, growth
 from retrograde.errors import CellError, RetrogradeError
 from retrograde.plan import plan
 from retrograde.plan.fit import Fit
@@ -38,7 +38,7 @@ from retrograde.run.streaming import Progress, TakeInput, run_stream
 from retrograde.run.transforms import besides_forward, refuse_transforms, uncompiled
 from retrograde.schedule import Schedule
 from retrograde.schedule.schedule import check_limit, check_schedule
-from retrograde.sizes.cache import CellFits, signature
+from retrograde.sizes.cache import CellFits
 from retrograde.sizes.footprint import grown
 from retrograde.torch_private import flat_weights
 from retrograde.units import Memory
@@ -300,26 +300,21 @@ def _module_state(module: nn.RNNBase, stream: Stream, state: Any) -> tuple[Tenso
 def _fitted(task: _Task, inputs: Any, memory: Memory) -> tuple[Core, Schedule]:
     """Return the core and the schedule for a budget."""
     source, first = task.stream.source, cast(StepCore, task.cores[0].core)
-    parts = [first.surroundings.found]
+    parts = []
     read: tuple[Any, ...] = (type(source),)
     if isinstance(source, TimeFirst):
         read += tuple(isinstance(t, Tensor) for t in source.leaves)
     else:
         parts.append(find_referents([inputs]))  # the bytes of reading depend on it
-    tensors = map(signature, (*source[0], *task.state, *first.parameters))
-    shapes = torch.get_num_threads(), task.stream.wanted, read, *tensors
 
-    state_later = cache(partial(later_state, first, task.probed, task.state))
-
-    def find(settled: Settled) -> tuple[int, Fit]:
-        state = state_later()
+    def find(settled: Settled, state: Tensors) -> tuple[int, Fit]:
         sizes = footprints(task.cores, task.probed, state, memory, first=task.state)
-        if settled.larger:
-            sizes = [grown(one, settled.planned / max(1, first.settled.seen)) for one in sizes]
+        sizes = [grown(one, growth(first, settled)) for one in sizes]
         return fit_fastest(task.cores, sizes, task.probed, state, memory)
 
-    step = partial(measure_step, first, task.probed, task.state, state_later)
-    key = repr(memory), len(source)
-    (number, found), settled = _FITS.fit(parts, shapes, key, step, find)
+    key, kind = (repr(memory), len(source)), (task.stream.wanted, read)
+    (number, found), settled = fit_cell(
+        _FITS, first, task.probed, task.state, find, key, kind, parts
+    )
     core = replace(cast(StepCore, task.cores[number].core), settled=settled)
     return core, found.schedule

@@ -7,14 +7,13 @@ The bytes of a step are measured on the first item, and the plan is made of byte
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
 from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
 
-from retrograde.cells.cell import Cell, StepCore, as_pair, examine, later_state
-from retrograde.cells.rehearsal import measure_step
+from retrograde.cells.cell import Cell, StepCore, as_pair, examine
+from retrograde.cells.rehearsal import fit_cell, growth
 from retrograde.errors import CellError
 from retrograde.plan.fit import Curve, Footprint
 from retrograde.plan.open_end import OpenPlan, bytes_of
@@ -29,7 +28,7 @@ from retrograde.run.settled import Settled
 from retrograde.run.sources import steps_told
 from retrograde.run.states import device_of
 from retrograde.run.transforms import refuse_transforms
-from retrograde.sizes.cache import CellFits, signature
+from retrograde.sizes.cache import CellFits
 from retrograde.sizes.footprint import footprint, grown
 from retrograde.units import Memory
 
@@ -76,27 +75,20 @@ def open_plan(
     """Return a cell's core with what earlier calls have settled, and the plan for it in a budget.
     ``inputs`` are some to measure by. ``parts`` are what their bytes depend on."""
     bytes_of(memory)
-    moving = tuple(b.nbytes for b in core.surroundings.buffers), len(core.surroundings.sources)
-    tensors = map(signature, (*inputs[0], *states, *core.parameters))
-    wanted, threads = tuple(inputs.differentiable), torch.get_num_threads()
-    shapes = moving, wanted, threads, core.state_like, *tensors
-    state_later = cache(partial(later_state, core, inputs, states))
 
-    def find(settled: Settled) -> tuple[Footprint, bool]:
+    def find(settled: Settled, later: Tensors) -> tuple[Footprint, bool]:
         def measured(core: StepCore) -> Footprint:
-            sizes = footprint(
-                core, inputs, state_later(), ordinary=_NOTHING, memory=memory, first=states
-            )
-            factor = settled.planned / max(1, core.settled.seen) if settled.larger else 1.0
-            return grown(sizes, factor)
+            sizes = footprint(core, inputs, later, ordinary=_NOTHING, memory=memory, first=states)
+            return grown(sizes, growth(core, settled))
 
         sizes = measured(core)
         singly = core.records_ranges and not sizes.even  # longer ranges are not known
         return measured(replace(core, singly=True)) if singly else sizes, singly
 
-    step = partial(measure_step, core, inputs, states, state_later)
-    made_of = [core.surroundings.found, *parts]
-    (sizes, singly), settled = _SIZES.fit(made_of, shapes, repr(memory), step, find)
+    kind = tuple(inputs.differentiable)
+    (sizes, singly), settled = fit_cell(
+        _SIZES, core, inputs, states, find, repr(memory), kind, parts
+    )
     return replace(core, settled=settled, singly=singly), OpenPlan.within(memory, sizes)
 
 

@@ -4,16 +4,18 @@ Outputs, states, and the gradients of inputs and states must be the same bits (r
 parameters may differ by rounding, since they are added in another order.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from retrograde.cells.cell import StepCore, largest_first
+from retrograde.cells.cell import StepCore, largest_first, later_state
 from retrograde.errors import CellError
 from retrograde.replay.fingerprints import fingerprint
+from retrograde.replay.referents import Referents
 from retrograde.replay.surroundings import muted_hooks
 from retrograde.replay.trees import Tensors, distinct
 from retrograde.run.autograd import run_schedule
@@ -24,7 +26,10 @@ from retrograde.run.settled import Settled
 from retrograde.run.states import each_once, entry
 from retrograde.schedule import Action, Advance, Backward, Load, Record, Schedule, Store
 from retrograde.sizes.allocations import apart
+from retrograde.sizes.cache import CellFits, signature
 from retrograde.sizes.footprint import step_bytes
+
+T = TypeVar("T")
 
 _STEPS = 4
 
@@ -33,15 +38,33 @@ _STEPS = 4
 _Results = tuple[list[Tensor | None], list[Tensor | None]]
 
 
-def measure_step(
-    core: StepCore, inputs: Inputs, state: Tensors, state_later: Callable[[], Tensors]
-) -> tuple[Hashable, Settled]:
-    """Rehearse a cell, and return the bytes of a step, and what is known of its steps.
-    ``state_later`` returns what :func:`later_state` does."""
-    graphless, later = rehearse(core, inputs, state), state_later()
-    found = step_bytes(core, largest_first(core, inputs, later), later)
-    planned = 0 if core.per_call > 1 else core.settled.seen
-    return found, Settled(planned=planned, graphless=graphless)
+def fit_cell(
+    fits: CellFits[T], core: StepCore, inputs: Inputs, state: Tensors,
+    find: Callable[[Settled, Tensors], T], budget: Hashable, kind: Hashable = (),
+    parts: Sequence[Referents] = (),
+) -> tuple[T, Settled]:  # fmt: skip
+    """Return the fit for a cell, and properties that earlier calls have settled. What is not known
+    is measured after a rehearsal, and ``find`` fits it by a state that later steps have. ``kind``
+    and ``parts`` are what the bytes depend on besides the cell and a step's tensors."""
+    around = core.surroundings
+    moving = tuple(b.nbytes for b in around.buffers), len(around.sources)
+    tensors = map(signature, (*inputs[0], *state, *core.parameters))
+    shapes = moving, torch.get_num_threads(), core.state_like, kind, *tensors
+    state_later = cache(partial(later_state, core, inputs, state))
+
+    def step() -> tuple[Hashable, Settled]:
+        graphless, later = rehearse(core, inputs, state), state_later()
+        found = step_bytes(core, largest_first(core, inputs, later), later)
+        planned = 0 if core.per_call > 1 else core.settled.seen
+        return found, Settled(planned=planned, graphless=graphless)
+
+    made_of = [around.found, *parts]
+    return fits.fit(made_of, shapes, budget, step, lambda settled: find(settled, state_later()))
+
+
+def growth(core: StepCore, settled: Settled) -> float:
+    """Return by how much steps that earlier calls have shown exceed the one that was measured."""
+    return settled.planned / max(1, core.settled.seen) if settled.larger else 1.0
 
 
 def rehearse(core: StepCore, inputs: Inputs, state: Tensors) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, SupportsIndex, TypeVar, cast
 
 import torch
@@ -23,7 +23,7 @@ from retrograde.cells.cell import (
 from retrograde.cells.compiled_steps import BLOCK, compiled_steps
 from retrograde.cells.gated import GatedCell, fit_gated, joined, net_of, parted, runs_by_loops
 from retrograde.cells.open_end import Until, arrivals_of, is_iterated, refuse_open, unroll_open
-from retrograde.cells.rehearsal import measure_step
+from retrograde.cells.rehearsal import fit_cell, growth
 from retrograde.cells.stateful import Stateful
 from retrograde.errors import BudgetError, CellError
 from retrograde.plan.fit import Curve, Fit, Highest
@@ -253,20 +253,13 @@ class CellCall:
     def fit(self, core: StepCore, states: Tensors) -> tuple[Fit, Settled]:
         """Return the plan for a cell, and properties that earlier calls have settled. Raises
         BudgetError if the budget is too small."""
-        surroundings, inputs, memory = core.surroundings, self.read, cast(Memory, self.memory)
-        moving = tuple(b.nbytes for b in surroundings.buffers), len(surroundings.sources)
-        tensors = map(signature, (*self.tensors, *inputs[0], *states, *core.parameters))
-        shapes = moving, torch.get_num_threads(), self.compile, core.state_like, *tensors
+        inputs, memory = self.read, cast(Memory, self.memory)
 
-        state_later = cache(partial(later_state, core, inputs, states))
-
-        def find(settled: Settled) -> Fit:
-            later = state_later()
+        def find(settled: Settled, later: Tensors) -> Fit:
             measured = largest_first(core, inputs, later, settled.step)
             idle = idle_steps(core, inputs, later)
             sizes = footprint(core, measured, later, memory=memory, first=states, ran=True)
-            if settled.larger:
-                sizes = grown(sizes, settled.planned / max(1, core.settled.seen))
+            sizes = grown(sizes, growth(core, settled))
             if idle:
                 given = sum(shape.numel() * kind.itemsize for shape, kind, _ in core.output_like)
                 sizes = partly_idle(sizes, idle, len(inputs), given)
@@ -274,8 +267,8 @@ class CellCall:
             operations = max(settled.planned, core.settled.seen)
             return replace(found, node_bytes=node_bytes(found.schedule, operations))
 
-        step = partial(measure_step, core, inputs, states, state_later)
-        return _FITS.fit([surroundings.found], shapes, repr(memory), step, find)
+        kind = self.compile, *map(signature, self.tensors)
+        return fit_cell(_FITS, core, inputs, states, find, repr(memory), kind)
 
     def _fit_loops(
         self, cell: Cell, state: Any
