@@ -109,7 +109,7 @@ def after(steps):
     return lambda y, state: next(count) == steps
 
 
-@pytest.mark.quick(30, every=59)
+@pytest.mark.quick(8, every=59)
 @pytest.mark.parametrize("seed", range(200))
 def test_drawn_loops_are_bitwise_the_plain_loop(seed):
     rng = random.Random(seed)
@@ -256,7 +256,6 @@ def test_a_second_backward_pass_and_stateful_modules_and_no_gradients():
     assert not ys.requires_grad
 
 
-@pytest.mark.quick(2)
 @pytest.mark.parametrize("kind", [Handed, Noisy])
 def test_the_budget_is_kept_from_the_first_call_on(kind):
     """Whatever the loop's end is. Items are held beside it, and here they are there before."""

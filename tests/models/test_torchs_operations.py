@@ -19,7 +19,7 @@ from retrograde.models.rows import rest_of_model as elsewhere
 
 _SAMPLES = 2  # of each operation; torch's first ones are the most different
 _FEWEST = 500  # passes that let something go
-_PARTS = 5  # in which all operations are tried
+_PARTS = 10  # in which all operations are tried
 
 
 @pytest.fixture

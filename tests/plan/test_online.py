@@ -51,7 +51,6 @@ def cost_of_ending(slots, length, held, recorded):
     return length + sum(least_cost(b - a, slots - i) for i, (a, b) in enumerate(pairwise(bounds)))
 
 
-@pytest.mark.quick(3)
 @pytest.mark.parametrize("slots", [5, 100, 6, 8, 13, 19, 20, 31, 60, 300, 1000])
 def test_ending_anywhere_costs_at_most_a_fifteenth_more_than_if_the_end_were_known(slots):
     """The promise is 1.15."""
