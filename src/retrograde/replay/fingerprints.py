@@ -73,6 +73,8 @@ def _part(numbers: Any, turn: int) -> Any:
 
 
 def _fingerprint(t: Tensor, turn: int) -> Fingerprint:
+    if t.dtype in _NUMPYS and t.is_cpu and t.is_contiguous() and not t.is_neg():  # the usual case
+        return _weighted(_part(t.numpy().reshape(-1), turn))
     if t.is_complex():
         t = torch.view_as_real(t.resolve_conj())
     if t.is_neg():
@@ -106,10 +108,11 @@ def _weighted(numbers: NDArray[Any]) -> int:
         data = numbers.view(np.uint8)
         numbers, rest = data[: -(len(data) % 8)], data[-(len(data) % 8) :].tobytes()
     words = numbers.view(np.int64)
-    rows = len(words) // _COLUMNS * _COLUMNS
-    total = int(np.dot(words[rows:], weights[: len(words) - rows]))
-    if rows:
-        total += int(np.dot(words[:rows].reshape(-1, _COLUMNS).sum(0), weights))
+    total = 0
+    if rows := len(words) // _COLUMNS * _COLUMNS:
+        total = int(words[:rows].reshape(-1, _COLUMNS).sum(0).dot(weights))
+        words = words[rows:]
+    total += int(words.dot(weights[: len(words)]))
     return hash((total, rest)) if rest else total
 
 
