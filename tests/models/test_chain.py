@@ -911,7 +911,7 @@ def test_a_rerun_that_ends_early_notices_draws_of_another_thread():
     threading.Thread(target=done.wait, daemon=True).start()
     try:
         given = Arguments((torch.ones(9, 9),))
-        unit = trials.try_call("0", Disturbed(), [Disturbed()], given)
+        unit = trials.try_call("0", Disturbed(), [Disturbed()], given)[0]
         x = torch.ones(9, 9, requires_grad=True)
         call = RecomputedCall(unit, Arguments((x,)), lean=False)
         y = call.run(unit.forward, Arguments((x,)))
@@ -934,7 +934,7 @@ class Writing(nn.Module):
 
 def test_a_dropped_layer_that_writes_to_its_input_later_only_is_refused():
     writing, x = Writing(), torch.randn(50, 6)
-    unit = trials.try_call("0", writing, [writing], Arguments((x,)))
+    unit = trials.try_call("0", writing, [writing], Arguments((x,)))[0]
     RecomputedCall(unit, Arguments((x,)), lean=False).run(writing, Arguments((x,)))
     writing.unseen.calls = 1
     with pytest.raises(CellError, match="layer 0 writes in place to what it is given"):

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from retrograde.errors import NotExactError, ScanError
-from retrograde.models.rows.arguments import Arguments, made_by, tensors_in, tied, with_nodes
+from retrograde.models.rows.arguments import Arguments, alone, made_by, tensors_in, tied
 from retrograde.models.rows.call_sizes import PassMeasurements, Plans, larger
 from retrograde.models.rows.phases import do_most
 from retrograde.models.rows.rerun import Recomputable, RunningPlan
@@ -351,36 +351,39 @@ def measured(
     together = -(-len(layers) // _MOST_UNITS)
     kind = PassMeasurements(tied=tied(layer.parameters() for _, layer in layers))
     made, value = None, _alone(input)
-    tried = _try(layers[:1], value)
+    tried, result = _try(layers[:1], value)
     if tried.writes:
         raise NotExactError(_WRITES.format(layers[0][0], "the chain's input"))
     while layers:
-        after, size = tried, 1
+        after, follows, size = tried, None, 1
         while size < len(layers):
-            after = _try(layers[size : size + 1], _result(tried, value))
+            result = _result(tried, value) if result is None else result
+            after, follows = _try(layers[size : size + 1], result)
             begins = not kind.units and not tried.is_apart
             if after.is_apart and not (after.writes or begins or size < together):
                 break
             size += 1
-            tried = _try(layers[:size], value)
+            tried, result = _try(layers[:size], value)
             if tried.writes:
                 whose = (
                     f"what layer {layers[0][0]} was given" if kind.units else "the chain's input"
                 )
                 raise NotExactError(_WRITES.format(layers[size - 1][0], whose))
         modules, given = [layer for _, layer in layers[:size]], Arguments((value,))
-        # The unit's result is not held meanwhile, but computed once more.
-        found = plans.measure(tried, modules, given, made, kind.tied, repeats)
+        spare = [result, follows]  # computed once more, if they are not to be held meanwhile
+        del result, follows
+        found = plans.measure(tried, modules, given, made, kind.tied, repeats, spare=spare)
         kind.add(tried, found)
+        result, follows = spare or (None, None)
         if size < len(layers):
-            value = _result(tried, value)
+            value, result = _result(tried, value) if result is None else result, follows
             made = made_by(value, given.leaves)
         layers, tried = layers[size:], after
     kind.settle()
     return kind
 
 
-def _try(layers: Layers, value: object) -> Recomputable:
+def _try(layers: Layers, value: object) -> tuple[Recomputable, Any]:
     given, name = Arguments((value,)), "-".join(dict.fromkeys((layers[0][0], layers[-1][0])))
     if (reason := given.refusal()) is not None:
         raise NotExactError(f"layer {name} {reason}")
@@ -402,9 +405,4 @@ def _result(unit: Recomputable, value: object) -> Any:
 
 def _alone(value: object) -> Any:
     """Return a value without the graph that it came from; its tensors require what they did."""
-
-    def alone(t: Tensor) -> Tensor:
-        return with_nodes([t])[0] if t.requires_grad else t.detach()
-
-    with torch.enable_grad():
-        return pytree.tree_map_only(Tensor, alone, value)
+    return pytree.tree_map_only(Tensor, alone, value)

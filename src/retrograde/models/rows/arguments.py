@@ -233,6 +233,12 @@ def with_nodes(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return tuple(_Enter.apply(anchor, *(t.detach() for t in tensors)))  # type: ignore[no-untyped-call]
 
 
+def alone(t: Tensor) -> Tensor:
+    """Return a tensor without the graph that it came from; it requires a gradient if it did."""
+    with torch.enable_grad():
+        return with_nodes([t])[0] if t.requires_grad else t.detach()
+
+
 class _Enter(torch.autograd.Function):
     """Tensors in the form that a preceding layer would have returned. Autograd would hold a leaf as
     long as the graph, even one that no layer refers to."""

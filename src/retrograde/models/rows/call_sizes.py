@@ -259,9 +259,11 @@ class Plans:
     def measure(
         self, unit: Recomputable, layers: Sequence[nn.Module], given: Arguments,
         made: Sequence[Tensor | None] | None, tied: Weights, repeats: int | None = None,
+        spare: list[Any] | None = None,
     ) -> CallSizes:  # fmt: skip
         """Return the sizes of a call. ``made`` are the tensors that the call before made, or None
-        for the first call. One that lies in memory of that call's own input is None."""
+        for the first call. One that lies in memory of that call's own input is None. If the call
+        has to be run, what is ``spare`` is let go before."""
         parts, first = parts_of(layers), made is None
         kind = given.kind(), *(t in tied for t in unit.reads if tied)
         kind += () if first else tuple(packed(t) is t for t in made or ())
@@ -270,6 +272,7 @@ class Plans:
         key = architecture_key(parts), kind, memory
         if key[0] is None or key not in self.sizes:
             tell(f"measuring layers, once for inputs of this kind: {unit.name}")
+            (spare or []).clear()
             one = Phases(unit, given, [t for t in made if t is not None], tied, first=first)
             shapes = [[(p.shape, p.requires_grad) for p in m.parameters(False)] for m in parts]
             alike = tuple(map(type, parts)), str(shapes), kind

@@ -374,7 +374,7 @@ class LayerRun:
 
         with MEASURING:  # another thread may be measuring the same
             if len(kind.sizes) == at:
-                unit = try_call(self.names[k], forward, layers, given)
+                unit = try_call(self.names[k], forward, layers, given)[0]
                 found = self.plans.measure(unit, layers, given, made, kind.tied)
                 kind.add(unit, found)
                 if kind.is_measured and self.sample is None:

@@ -19,6 +19,7 @@ from retrograde.models.rows.arguments import (
     Arguments,
     RerunArguments,
     ResultBytes,
+    alone,
     made_by,
     tensors_in,
 )
@@ -36,28 +37,31 @@ from retrograde.sizes.cache import signature
 
 def try_call(
     name: str, forward: Callable[..., Any], layers: Sequence[nn.Module], given: Arguments
-) -> Recomputable:
-    """Run a call of some layers once. The result holds no tensor that the call made.
+) -> tuple[Recomputable, Tensor | None]:
+    """Run a call of some layers once. Return it, and its result without a graph, if that is one
+    tensor. Nothing else that the call made is held.
 
     If random numbers may decide what it does, it also runs with the smallest and the largest. The
-    trial in which it did the most counts. A call that cannot be run again is refused.
+    trial in which it did the most counts, and no result is returned. A call that cannot be run
+    again is refused.
     """
-    tried = _tried(name, forward, layers, given, None)
+    tried, result = _tried(name, forward, layers, given, None)
     if tried.decides:
-        others = [_tried(name, forward, layers, given, fill) for fill in FILLS]
+        result = None
+        others = [_tried(name, forward, layers, given, fill)[0] for fill in FILLS]
         sources = tried.surroundings.sources
         tried = max(*others, tried, key=lambda one: one.made.nbytes)
         found = tried.surroundings
         more = (source for source in found.sources if source.is_torchs)  # others' were filled
         found = replace(found, sources=(*dict.fromkeys((*sources, *more)),))
         tried = replace(tried, surroundings=found)
-    return tried
+    return tried, result
 
 
 def _tried(
     name: str, forward: Callable[..., Any], layers: Sequence[nn.Module], given: Arguments,
     fill: float | None,
-) -> Recomputable:  # fmt: skip
+) -> tuple[Recomputable, Tensor | None]:  # fmt: skip
     """Run a call of some layers once, with few numbers that it draws as ``fill`` says."""
     tensors = tensors_in(given.leaves)
     versions = [version(t) for t in tensors]
@@ -106,12 +110,13 @@ def _tried(
         writes=versions != [version(t) for t in tensors],
         made=bytes_made,
     )  # fmt: skip
+    handed = alone(result) if isinstance(result, Tensor) else None
     del result, outputs, made
     if any(one() is not None for one in saved):  # what a graph saved lives as long as that
         gc.collect()  # of cycles
     if any(one() is not None for one in saved):
         raise NotExactError(_LEAVES.format(name))
-    return tried
+    return tried, handed
 
 
 def _reads_what_it_left(
