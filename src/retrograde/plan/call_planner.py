@@ -23,6 +23,7 @@ Complexity: O(ranges · (ways + r) · levels) additions in a compiled loop.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -57,7 +58,7 @@ class _Moves:
     end at k begin at ``start[k]`` or later; groups that begin at i end at ``until[i]`` or before.
     """
 
-    def __init__(self, calls: Sequence[CallSizes], kinds: MayKeep) -> None:
+    def __init__(self, calls: tuple[CallSizes, ...], kinds: MayKeep) -> None:
         self.calls, self.kinds, n = calls, kinds, len(calls)
         self.seconds = np.array([0.0, *accumulate(call.forward_seconds for call in calls)])
         self.noted = np.array([0, *accumulate(call.noted_bytes for call in calls)])
@@ -120,6 +121,9 @@ class _Moves:
         own = self.cell(i, js)
         inside = more + np.maximum(waits + self.runs[own], self.least[1, own])
         return js, taken, more, taken + np.maximum(inside, self.least[0, self.cell(js, k)])
+
+
+_moves = lru_cache(4)(_Moves)  # the least is asked for before the fastest plan
 
 
 class _Fastest:
@@ -219,7 +223,7 @@ def least(calls: Sequence[CallSizes], kinds: MayKeep = _ALL) -> int:
         >>> least([CallSizes(1, 1, 2, 1.0, ways)] * 4)
         13
     """
-    return left_bytes(calls) + _Moves(calls, kinds).smallest
+    return left_bytes(calls) + _moves((*calls,), kinds).smallest
 
 
 def fastest(calls: Sequence[CallSizes], budget: int, kinds: MayKeep = _ALL) -> tuple[Part, ...]:
@@ -227,7 +231,7 @@ def fastest(calls: Sequence[CallSizes], budget: int, kinds: MayKeep = _ALL) -> t
     whole = kept_whole(calls)
     if kinds.tapes and peak_of(calls, whole) <= budget:
         return whole
-    moves, room = _Moves(calls, kinds), budget - left_bytes(calls)
+    moves, room = _moves((*calls,), kinds), budget - left_bytes(calls)
     smallest = moves.smallest + budget - room
     if smallest > budget:
         raise ValueError(f"{smallest} bytes are the least peak, not {budget}")
@@ -241,5 +245,5 @@ def level_bytes(ranges: int, room: int) -> int:
 
 def least_seconds(calls: Sequence[CallSizes], budget: int, kinds: MayKeep = _ALL) -> float:
     """Return a lower bound of what a plan within a budget takes beyond ordinary backpropagation."""
-    table = _Fastest(_Moves(calls, kinds), budget - left_bytes(calls), is_bound=True)
+    table = _Fastest(_moves((*calls,), kinds), budget - left_bytes(calls), is_bound=True)
     return float(table.best[1, table.moves.cell(0, len(calls)), -1]) * _ROUNDING
