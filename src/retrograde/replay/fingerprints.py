@@ -126,8 +126,6 @@ def _weights(device: torch.device) -> Any:
 
 def _in_order(t: Tensor) -> Tensor | None:
     """Return a tensor's numbers in the order of memory, or None if it has gaps."""
-    if t.is_contiguous():
-        return t.view(-1)
     step = 1
     for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
         if size > 1 and stride != step:
