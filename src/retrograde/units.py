@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Sequence
 from fractions import Fraction
 from numbers import Integral, Real
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 from retrograde.errors import UnitError
 
@@ -51,6 +51,18 @@ def parse_memory(memory: Memory) -> int | Fraction:
         given = repr(memory) if isinstance(memory, Real | None) else type(memory)
         raise UnitError(f"cannot read the memory {given}: {_HINT}")
     return _positive(size, memory)
+
+
+class MemoryAttribute:
+    """An attribute that is a budget, or None. What cannot be read is refused when it is set."""
+
+    def __get__(self, one: object, kind: object = None) -> Any:
+        return self if one is None else vars(one).get("memory")
+
+    def __set__(self, one: object, memory: Memory | None) -> None:
+        if memory is not None:
+            parse_memory(memory)
+        vars(one)["memory"] = memory
 
 
 def asks_for_all(memory: Memory | None) -> bool:

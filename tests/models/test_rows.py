@@ -1183,12 +1183,41 @@ def test_an_exchanged_or_added_layer_is_told(k, again, recwarn):
             one.blocks.append(copy.deepcopy(one.blocks[0]))
     else:
         model.blocks[k] = copy.deepcopy(model.blocks[k])
-    with pytest.warns(UserWarning, match=rf"layer blocks.{k or 0} was not there when"):
+    name = "blocks" if k is None else f"blocks.{k}"
+    with pytest.warns(UserWarning, match=rf"layer {name} was not there when"):
         same(trained(model, x), trained(plain, x))
     rg.budget(model, "40%", x)
     recwarn.clear()
     same(trained(model, x), trained(plain, x))
     assert not recwarn
+
+
+@pytest.mark.parametrize("k", [2, 6])
+def test_an_exchanged_or_added_chain_of_a_list_is_told_once(k, recwarn):
+    def chain():
+        return nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8))
+
+    class Chains(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(chain() for _ in range(6))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    model, x = Chains(), torch.randn(500, 8)
+    rg.budget(model, "60%", x)
+    model.loss = nn.MSELoss()  # not in the place of a layer, nor beside layers in a list
+    model(x).sum().backward()
+    assert not recwarn
+    model.blocks = nn.ModuleList(chain() if n == k else one for n, one in enumerate(model.blocks))
+    if k == len(model.blocks):
+        model.blocks.append(chain())
+    model(x).sum().backward()
+    told = [str(one.message) for one in recwarn]
+    assert [f"layer blocks.{k} was not" in one for one in told if "was not there" in one] == [True]
 
 
 def test_what_cannot_be_run_again_is_named():

@@ -107,6 +107,8 @@ def quoted():
 
 
 def begins(message, quote):
+    if quote.startswith("…: ") and not message.startswith("…: "):
+        return False  # else it would stand for every message
     return re.match(".*?".join(map(re.escape, quote.split("…"))), message, re.DOTALL) is not None
 
 

@@ -55,6 +55,29 @@ CALLS = {
         lambda: rg.unroll(lambda x, s: (s, s), range(9), X[0]),
         r"got a range in the inputs: .* torch\.arange\(T\)",
     ),
+    "a shape as a sample": (
+        lambda: rg.budget(Model(), "30%", (40, 3, SIZE)),
+        r"the sample \(40, 3, 8\) is a shape: .* give torch\.randn\(40, 3, 8\)",
+    ),
+    "half of a state": (
+        lambda: rg.unroll(nn.LSTMCell(SIZE, SIZE), X, X[0], memory="50%"),
+        r"the state is a Tensor: expected the pair \(h, c\)",
+    ),
+    "a pair for a tensor": (
+        lambda: rg.unroll(nn.GRUCell(SIZE, SIZE), X, (X[0], X[0])),
+        r"the state is a tuple: expected a tensor",
+    ),
+    **{
+        f"a memory of {type(module).__name__} that is set": (
+            lambda module=module: setattr(module, "memory", "lots"),
+            "cannot read the memory 'lots'",
+        )
+        for module in (rg.LSTM(2, 2), rg.Sequential(nn.ReLU()), rg.Recurrent(nn.GRUCell(2, 2)))
+    },
+    "TorchScript": (
+        lambda: torch.jit.script(nn.Sequential(rg.LSTM(SIZE, SIZE, memory="5%"))),
+        r"TorchScript cannot run this LSTM: .* torch\.jit\.trace",
+    ),
     "no inputs": (lambda: rg.unroll(lambda x, s: (s, s), None, X[0]), r"torch\.arange\(T\)"),
 }
 
@@ -67,7 +90,7 @@ def test_a_wrong_call_is_told_what_to_do(call, told):
 
 
 @pytest.mark.parametrize(
-    ("sample", "told"), [((40, 3, SIZE), "a tuple, as its arguments"), ([X], "a list, as its one")]
+    ("sample", "told"), [((X, 3, SIZE), "a tuple, as its arguments"), ([X], "a list, as its one")]
 )
 def test_an_error_of_the_model_tells_how_the_sample_was_given(sample, told):
     with pytest.raises((TypeError, AttributeError)) as caught:

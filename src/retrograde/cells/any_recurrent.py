@@ -22,7 +22,7 @@ from retrograde.run.states import shaped
 from retrograde.run.transforms import uncompiled
 from retrograde.schedule import Schedule
 from retrograde.schedule.schedule import check_limit
-from retrograde.units import Memory
+from retrograde.units import Memory, MemoryAttribute
 
 
 class Recurrent(nn.Module):
@@ -55,6 +55,8 @@ class Recurrent(nn.Module):
         >>> y.shape, y[1, 40:].abs().sum().item(), sorted(net.state_dict())[0]
         (torch.Size([2, 60, 5]), 0.0, 'cell.bias_hh')
     """
+
+    memory = MemoryAttribute()
 
     def __init__(
         self,

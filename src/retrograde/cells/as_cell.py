@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from retrograde.cells.cell import Cell
-from retrograde.errors import CellError
+from retrograde.errors import CellError, InputError
 from retrograde.recurrent.base import BudgetedRNN
 from retrograde.recurrent.modules import GRU, LSTM, RNN
 from retrograde.run.transforms import besides_forward
@@ -28,8 +28,12 @@ class TorchCell:
     cell: nn.RNNCellBase
 
     def __call__(self, x: Tensor, state: Any) -> tuple[Tensor, Any]:
+        is_pair = isinstance(self.cell, nn.LSTMCell)
+        if state is not None and isinstance(state, Tensor) == is_pair:
+            expected = "the pair (h, c)" if is_pair else "a tensor"
+            raise InputError(f"the state is a {type(state).__name__}: expected {expected}")
         after = self.cell(x, state)
-        return after[0] if isinstance(self.cell, nn.LSTMCell) else after, after
+        return after[0] if is_pair else after, after
 
     def is_a_layer(self, x: Tensor, state: Sequence[Tensor]) -> bool:
         """Return whether a layer computes the same, of inputs (T, B, I) or (T, I), with something

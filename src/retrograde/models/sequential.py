@@ -38,7 +38,7 @@ from retrograde.scan.sparse.rules import register_layer
 from retrograde.scan.sparse.transposed import room
 from retrograde.schedule import Chain
 from retrograde.sizes.cache import LRUCache
-from retrograde.units import Memory, as_bytes, format_bytes, parse_memory
+from retrograde.units import Memory, MemoryAttribute, as_bytes, format_bytes
 
 Layers = Sequence[tuple[str, nn.Module]]
 _OPTIONS = ("memory", "backward", "algorithm", "levels")
@@ -142,6 +142,8 @@ class Sequential(nn.Sequential):
         >>> x.grad.shape
         torch.Size([2, 3, 8, 8])
     """
+
+    memory = MemoryAttribute()
 
     def __init__(
         self,
@@ -307,9 +309,7 @@ def _check_options(backward: Any, algorithm: Any, levels: Any, memory: Memory | 
         )
     if levels is not None and levels < 0:
         raise ScanError(f"levels={levels}: expected 0 (linear) or more")
-    if memory is not None and backward is None:
-        parse_memory(memory)
-    elif memory is not None:
+    if memory is not None and backward is not None:
         room(memory, torch.device("cpu"))  # raises if it cannot be read
 
 

@@ -39,7 +39,7 @@ from retrograde.schedule import Schedule
 from retrograde.schedule.schedule import check_limit, check_schedule
 from retrograde.sizes.cache import LRUCache
 from retrograde.torch_private import flat_weights
-from retrograde.units import Memory, parse_memory
+from retrograde.units import Memory, MemoryAttribute, format_bytes
 
 #: The backward pass: by a parallel scan over the steps.
 Backward = Literal["scan"]
@@ -53,7 +53,7 @@ _EXACT = (torch.float32, torch.float64)
 class BudgetedRNN(nn.RNNBase):
     """The base class of :class:`RNN`, :class:`GRU` and :class:`LSTM`; not for use on its own."""
 
-    memory: Memory | None
+    memory = MemoryAttribute()
     backward: Backward | None
     schedule: Schedule | None
     #: Where a call is, if it runs a part of a sequence or of a batch, with dropout between layers.
@@ -75,8 +75,6 @@ class BudgetedRNN(nn.RNNBase):
         self, memory: Memory | None, backward: Backward | None, schedule: Schedule | None
     ) -> None:
         """Set the options, after torch's constructor."""
-        if memory is not None:
-            parse_memory(memory)
         self.memory, self.backward, self.schedule = memory, backward, schedule
         self._fits: LRUCache[Any] = LRUCache()
         self._check_asked()
@@ -200,8 +198,15 @@ class BudgetedRNN(nn.RNNBase):
 
     def extra_repr(self) -> str:
         """Return torch's own text, and the options that are set."""
-        more = [f"{name}={getattr(self, name)!r}" for name in self._options() if name != "schedule"]
+        own = ((name, getattr(self, name)) for name in self._options() if name != "schedule")
+        more = [f"{k}={format_bytes(v) if isinstance(v, int) else repr(v)}" for k, v in own]
         return ", ".join([super().extra_repr(), *more])
+
+    def __prepare_scriptable__(self) -> nn.Module:
+        raise CellError(
+            f"TorchScript cannot run this {type(self).__name__}: expected torch's own, "
+            "whose state_dict is the same; script a model with that one, or use torch.jit.trace"
+        )
 
     def _check_asked(self, memory: Memory | None = None) -> None:
         """Raise if an option is unknown, or two options exclude each other. ``memory`` may be

@@ -320,6 +320,11 @@ def _unless_refused(model: nn.Module) -> Iterator[None]:
 def _check(model: nn.Module, sample: object) -> None:
     if not isinstance(model, nn.Module):
         raise NotExactError(f"got a {type(model).__name__}: expected a torch.nn.Module")
+    if isinstance(sample, tuple | list) and sample and all(type(n) is int for n in sample):
+        raise NotExactError(
+            f"the sample {sample} is a shape: expected what the model is called with, as it is "
+            f"trained; give torch.randn{tuple(sample)}, or a batch of the data"
+        )
     held = [*model.parameters(), *model.buffers()]
     if any(map(is_lazy, held)):
         raise NotExactError(

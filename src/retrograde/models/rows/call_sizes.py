@@ -197,14 +197,16 @@ class PassMeasurements:
             self.sizes[k] = size.beside(outputs[0] if k == 0 and 0 in self.kept else 0)
 
 
-def too_small(memory: int, least: int, kind: PassMeasurements) -> BudgetError:
+def too_small(
+    memory: int, least: int, kind: PassMeasurements, do: str = "raise the budget"
+) -> BudgetError:
     """Return an error that names the least budget, and the layer that needs most."""
     needs = [min(max(w.first_bytes, w.backward_bytes) for w in size.ways) for size in kind.sizes]
     largest = kind.units[needs.index(max(needs))].name
     return BudgetError(
         f"the memory of {memory} bytes ({format_bytes(memory)}) is too small for an input of this "
         f"kind: expected at least {least} bytes ({format_bytes(least)}), most of it for layer "
-        f"{largest}; raise the budget, or make the batch smaller",
+        f"{largest}; {do}, or make the batch smaller",
         least,
     )
 

@@ -181,7 +181,7 @@ class JointPlan:
         elif old and not (old < new or new <= old):
             self._known[first] = found, None
         elif len(found) == len(self.rows):
-            raise too_small(self.memory, whole.least_bytes, whole)
+            raise too_small(self.memory, whole.least_bytes, whole, _ANEW)
         if need > self.memory:
             name = self.rows[min(at, len(self.rows) - 1)].names[0]
             warnings.warn(_SURPRISE.format(name, need, self.memory), stacklevel=8)
@@ -217,6 +217,7 @@ class JointPlan:
 _Kinds = dict[int, PassMeasurements]
 _Running = dict[int, tuple[PassMeasurements, tuple[Part, ...] | None]]
 _MOST_KINDS = 32
+_ANEW = "call budget() again with such a sample (a share became bytes by the one that it had)"
 _SURPRISE = (
     "layer {} was given another kind of input than this pass was planned for: it needs {} bytes of "
     "the {} allowed; give budget() as much if such passes come again"

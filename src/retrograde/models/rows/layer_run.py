@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, cast
 from weakref import ref
 
@@ -69,6 +69,7 @@ class RowForward:
         return row.call(number, args, kwargs)
 
 
+_LISTS = nn.ModuleList, nn.Sequential, nn.ModuleDict
 _ROWS = "_retrograde_rows"  # an attribute of a model
 
 
@@ -109,20 +110,26 @@ class Installed(RowForward):
         super().__init__(model)
         self.rows, self.layers, own = rows, layers, Attributes.of(model)
         self.ours, self.children = {id(layer) for _, layer in layers}, children
+        each = ((f"{name}.{key}", m) for name, then in children.items() for key, m in then.items())
+        self.ours |= {id(m) for name, m in each if name.lstrip(".") in children}
         own[_ROWS] = self
         own.setdefault("forward", self)
         for row in rows:
             row.install()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        told = list[str]()
         for name, then in {} if torch.compiler.is_compiling() else self.children.items():
+            if any(f"{name}.".startswith(f"{one}.") for one in told):
+                continue
             above: nn.Module | None = self.module
             for key in filter(None, name.split(".")):
                 above = None if above is None else above._modules.get(key)
             for key, now in () if above is None else above._modules.items():
                 new = then.get(key) is not now and (key not in then or id(then[key]) in self.ours)
                 if new and now is not None and torch.is_grad_enabled():
-                    warnings.warn(_NEW.format(f"{name}.{key}".lstrip(".")), stacklevel=4)
+                    told.append(f"{name}.{key}".lstrip("."))
+                    warnings.warn(_NEW.format(told[-1]), stacklevel=4)
         return own_forward(self.module)(*args, **kwargs)
 
     def __getstate__(self) -> Any:
@@ -418,7 +425,9 @@ def install(model: nn.Module, rows: "Sequence[LayerRun]") -> None:
         every = model.named_modules(remove_duplicate=False)
         layers = [(name, m) for name, m in every if id(m) in ours]
         above = {name.rpartition(".")[0] for name, _ in layers}
-        children = {name: {**model.get_submodule(name)._modules} for name in above}
+        ups = {u for one in above for u in ("", *accumulate(one.split("."), "{}.{}".format))}
+        above |= {name for name in ups if isinstance(model.get_submodule(name), _LISTS)}
+        children = {name: {**model.get_submodule(name)._modules} for name in sorted(above)}
         Installed(model, [*rows], layers, children)
 
 
