@@ -1,6 +1,7 @@
 """``rg.fit``: what a budget buys for cells, modules and chains, as their own ``fit`` tells it."""
 
 import ctypes
+import time
 
 import pytest
 import torch
@@ -78,6 +79,58 @@ def test_recurrent_and_stateful_cells_are_asked():
     for cell in (leaky, nn.Sequential(nn.Linear(8, 8), leaky)):
         assert rg.fit(cell, x, memory="50%", stateful=[leaky]).forward_steps >= 100
     assert leaky.v == 0.0
+
+
+class Wide(nn.GRUCell):
+    """A cell that the loops of a layer do not run."""
+
+    def forward(self, x, h):
+        h = super().forward(x, h).tanh()
+        return h, h
+
+
+X, H = torch.randn(300, 8, 16, requires_grad=True), torch.zeros(8, 32)
+CELL = nn.GRUCell(16, 32)
+TOTALS = {
+    "a layer": (rg.LSTM(16, 32, memory="10%"), lambda net: net.fit(X), X),
+    "two directions": (
+        rg.GRU(16, 32, 2, bidirectional=True, memory="60%"), lambda net: net.fit(X), X,
+    ),
+    "a cell": (
+        rg.Recurrent(Wide(16, 32), memory="30%"), lambda net: rg.fit(net, X, H, memory="30%"), X, H,
+    ),
+    "layers": (
+        rg.Sequential(*(nn.Linear(16, 16) for _ in range(9)), memory="90%"),
+        lambda net: net.fit(X), X,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.quick(9)
+@pytest.mark.parametrize("kind", TOTALS)
+def test_what_comes_on_top_is_told(kind):
+    """It is a bound: not all of it is there at the peak of what a budget covers."""
+    net, fit, *given = TOTALS[kind]
+    wanted = [X, *net.parameters()]
+
+    def call():
+        y = net(*given)
+        y = y if isinstance(y, torch.Tensor) else y[0]
+        return y, torch.autograd.grad(y, wanted, torch.ones_like(y))
+
+    found = fit(net)
+    call()
+    told = found.peak_bytes + found.beside_bytes
+    assert 0.65 * told <= rg.measure(call).peak_bytes <= 1.02 * told
+    assert "of outputs and gradients come on top" in str(found)
+
+
+def test_a_busy_processor_is_told(monkeypatch):
+    monkeypatch.setattr(time, "thread_time", lambda: 0.0)
+    for net, state in ((nn.LSTM(16, 32), None), (step_of(CELL), H)):
+        found = rg.fit(net, X, state, memory="20%")
+        assert found.is_busy
+        assert str(found).endswith("but the processor was busy, so time it again")
 
 
 class Heap(ctypes.Structure):

@@ -37,6 +37,7 @@ from retrograde.run.autograd import run_schedule, run_without_gradient
 from retrograde.run.autograd_core import run_ordinary
 from retrograde.run.layout import InBlocks, Inputs, Layout, Rows, Straight, check_length
 from retrograde.run.settled import Settled
+from retrograde.run.states import bytes_of_gradients
 from retrograde.run.transforms import is_transformed, is_unreal, refuse_transforms, uncompiled
 from retrograde.schedule import Schedule
 from retrograde.schedule.schedule import check_limit, check_schedule
@@ -227,9 +228,12 @@ class CellCall:
         with torch.enable_grad():
             layer, loops = self._layer(cell, state), self._fit_loops(cell, state)
             core = self.examine(cell, states, spec)
+            step = sum(shape.numel() * kind.itemsize for shape, kind, _ in core.output_like)
+            wants = bytes_of_gradients((*self.tensors, *states, *core.parameters))
+            beside = 2 * len(self.read) * step + wants
             if layer is None and loops is None:
                 fit, later = self.fit(core, states)[0], later_state(core, self.read, states)
-                return fit, (core, self.read, later)
+                return replace(fit, beside_bytes=beside), (core, self.read, later)
             try:  # single steps may do with less
                 least = self.fit(core, states)[0].minimum_bytes
             except BudgetError as refusal:
@@ -242,7 +246,8 @@ class CellCall:
                 runs = partial(time_iterations, partial(self._by_loops, *loops[:3]), wanted)
             elif layer is not None:
                 fit = replace(layer[0].fit(*runs[1:]), ordinary_bytes=layer[2])
-            return replace(fit, minimum_bytes=min(fit.minimum_bytes, least)), runs
+            least = min(fit.minimum_bytes, least)
+            return replace(fit, minimum_bytes=least, beside_bytes=beside), runs
 
     def examine(self, cell: Cell, states: Tensors, spec: Structure) -> StepCore:
         """Return the core of a cell, tried on the first step."""

@@ -27,7 +27,7 @@ from retrograde.run.layout import Straight, check_length
 from retrograde.run.states import shaped
 from retrograde.schedule.actions import Verb
 from retrograde.sizes.ordinary import ordinary_bytes, time_pass
-from retrograde.sizes.timing import RangeTimes, time_iterations, time_steps
+from retrograde.sizes.timing import Processor, RangeTimes, time_iterations, time_steps
 from retrograde.units import Memory, parse_memory
 
 _REPEATS = 3  # timings of each kind of step
@@ -111,14 +111,15 @@ def fit(
         if isinstance(runs[0], nn.RNNBase):
             return timed(found, *runs)
         core, read, later = runs
-        times, steps = time_steps(core, read, later, _REPEATS), min(_STEPS, len(read))
-        with core.surroundings.measured():
+        with Processor() as processor, core.surroundings.measured():
+            times, steps = time_steps(core, read, later, _REPEATS), min(_STEPS, len(read))
             run = partial(ordinary_bytes, core, read, later, steps, whole=True, by=time_pass)
             plain = median(run() for _ in range(_REPEATS)) * len(read) / steps
     # Steps that are timed one by one take longer than in a loop, so only their ratio is taken.
     whole = times.record(1, found.schedule.length) + times.backward(1, found.schedule.length)
     ratio = 1.0 if found.ordinary else iteration_seconds(found, times) / whole
-    return replace(found, seconds=plain * ratio, ordinary_seconds=plain)
+    seconds, is_busy = plain * ratio, processor.is_busy
+    return replace(found, seconds=seconds, ordinary_seconds=plain, is_busy=is_busy)
 
 
 def timed(found: Fit, module: nn.RNNBase, inputs: Any, state: Any) -> Fit:
@@ -135,9 +136,12 @@ def timed(found: Fit, module: nn.RNNBase, inputs: Any, state: Any) -> Fit:
         return time_iterations(lambda: tensors_in(shell.forward(part, state)), wanted)
 
     with untouched(module):
-        found = replace(found, seconds=seconds(ours, inputs))
+        with Processor() as processor:
+            found = replace(found, seconds=seconds(ours, inputs))
+            whole = seconds(theirs, inputs) if share == 1 else None
+        found = replace(found, ordinary_seconds=whole, is_busy=processor.is_busy)
         if share == 1:
-            return replace(found, ordinary_seconds=seconds(theirs, inputs))
+            return found
         if not isinstance(inputs, Tensor):  # a part of a packed batch is not like the whole
             return found
         at = 1 if module.batch_first and inputs.dim() == 3 else 0

@@ -30,7 +30,7 @@ from retrograde.models.rows.rerun import Recomputable, RunningPlan
 from retrograde.models.rows.trials import try_call
 from retrograde.plan.calls import CallSizes, Part, Way, kept_whole, peak_of, seconds_of
 from retrograde.run.core import unsaved
-from retrograde.run.states import shaped
+from retrograde.run.states import bytes_of_gradients, shaped
 from retrograde.run.transforms import besides_forward, uncompiled
 from retrograde.scan.chain_scan import SCAN_CHOICES, ChainScan, ScanChoice
 from retrograde.scan.sparse.feedforward import Algorithm
@@ -66,6 +66,8 @@ class ChainFit:
         minimum_bytes: the least budget.
         ordinary_bytes: the memory of ordinary backpropagation.
         peak_bytes: the predicted peak of the plan.
+        beside_bytes: the output with its gradient, and the gradients of parameters and input. They
+            are the caller's, so they come on top.
         seconds: the predicted time of an iteration.
         ordinary_seconds: the same for ordinary backpropagation.
     """
@@ -77,6 +79,7 @@ class ChainFit:
     minimum_bytes: int
     ordinary_bytes: int
     peak_bytes: int
+    beside_bytes: int
     seconds: float
     ordinary_seconds: float
 
@@ -98,6 +101,7 @@ class ChainFit:
             f"{format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)} allowed; "
             f"ordinary backpropagation holds {format_bytes(self.ordinary_bytes)}, and "
             f"{format_bytes(self.minimum_bytes)} would do\n"
+            f"{format_bytes(self.beside_bytes)} of outputs and gradients come on top\n"
             f"{self.forward_layers} layers run forward for {len(self.names)}: {self.seconds:.3g} s "
             f"an iteration, {ratio:.2f} times ordinary backpropagation's"
         )
@@ -201,8 +205,9 @@ class Sequential(nn.Sequential):
                 f"memory={self.memory!r} and backward={self.backward!r}: expected a memory and no "
                 "backward; only layers within a budget have a schedule"
             )
-        if (kind := self._kind(shaped(input, self))) is None:
+        if (kind := self._kind(input := shaped(input, self))) is None:
             raise NotExactError(_NOTHING)
+        wanted = *tensors_in(input), *self.parameters()
         plan = kind.plan(allowed := as_bytes(self.memory, kind.ordinary_bytes))
         seconds, ordinary = kind.seconds(allowed)
         return ChainFit(
@@ -213,6 +218,7 @@ class Sequential(nn.Sequential):
             minimum_bytes=kind.least_bytes,
             ordinary_bytes=kind.ordinary_bytes,
             peak_bytes=peak_of(kind.sizes, plan),
+            beside_bytes=2 * kind.sizes[-1].output_bytes + bytes_of_gradients(wanted),
             seconds=seconds,
             ordinary_seconds=ordinary,
         )

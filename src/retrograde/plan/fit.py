@@ -217,19 +217,26 @@ class Fit:
     # About what autograd's nodes take of the process's memory, beside the peak, for the most steps
     # of a cell that are recorded at one time. No budget counts them.
     node_bytes: int = 0
+    # The outputs with their gradient, and the gradients of parameters, inputs and states. They are
+    # the caller's, so they come on top.
+    beside_bytes: int = 0
     seconds: float | None = None  # the predicted seconds of an iteration, where they were asked for
     ordinary_seconds: float | None = None  # those of ordinary backpropagation, likewise
+    is_busy: bool = False  # whether other processes wanted the processor meanwhile
 
     def __str__(self) -> str:
         time = ""
         if self.seconds is not None and self.ordinary_seconds is not None:
             ratio = self.seconds / self.ordinary_seconds
             time = f": {self.seconds:.3g} s an iteration, {ratio:.2f} times the ordinary one's"
-        nodes = f"about {format_bytes(self.node_bytes)} of autograd's own nodes come on top\n"
+            time += "; but the processor was busy, so time it again" if self.is_busy else ""
+        tops = f"{format_bytes(self.beside_bytes)} of outputs and gradients come on top\n"
+        if self.node_bytes:
+            tops += f"about {format_bytes(self.node_bytes)} of autograd's own nodes do, too\n"
         return (
             f"{format_bytes(self.peak_bytes)} of {format_bytes(self.budget_bytes)} allowed; "
             f"ordinary backpropagation holds {format_bytes(self.ordinary_bytes)}, and "
-            f"{format_bytes(self.minimum_bytes)} would do\n{nodes if self.node_bytes else ''}"
+            f"{format_bytes(self.minimum_bytes)} would do\n{tops}"
             f"{self.forward_steps:,} steps run forward for {self.schedule.length:,}{time}"
         )
 

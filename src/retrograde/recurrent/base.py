@@ -12,6 +12,7 @@ gradient is wanted, or a tensor is not real (:func:`retrograde.run.transforms.is
 Known limit: ``backward="scan"`` refuses projections with an error.
 """
 
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -27,7 +28,7 @@ from retrograde.recurrent.fused import has_slopes
 from retrograde.recurrent.resets import SequenceResets, read_starts
 from retrograde.recurrent.vendor import is_too_long
 from retrograde.recurrent.weights import over_weights
-from retrograde.run.states import shaped
+from retrograde.run.states import bytes_of_gradients, shaped
 from retrograde.run.transforms import (
     is_exporting,
     is_unreal,
@@ -194,7 +195,10 @@ class BudgetedRNN(nn.RNNBase):
         call.check_measurable()
         found = find_plan(call, memory).fit
         assert found is not None
-        return found
+        units = (self.proj_size or self.hidden_size) * (1 + self.bidirectional)
+        outputs = call.x.shape[:-1].numel() * units * call.x.element_size()
+        gradients = bytes_of_gradients((call.x, *call.state, *flat_weights(self)))
+        return replace(found, beside_bytes=2 * outputs + gradients)
 
     def extra_repr(self) -> str:
         """Return torch's own text, and the options that are set."""

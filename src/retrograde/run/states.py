@@ -44,6 +44,11 @@ def shaped(given: Any, module: Any) -> Any:
     return torch.empty(given, device="cpu") if like is None else like.new_empty(given)
 
 
+def bytes_of_gradients(tensors: Iterable[Tensor]) -> int:
+    """Return what the gradients of some tensors take, of those that require one."""
+    return sum(t.nbytes for t in tensors if t.requires_grad)
+
+
 def renewed(t: Tensor) -> Tensor:
     """Return a state as the plain loop hands it on, but without the graph behind it. It requires a
     gradient, has a history and has attributes where the plain loop's has. What has no history is

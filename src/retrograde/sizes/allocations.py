@@ -67,7 +67,8 @@ class Measurement(Generic[T]):
     def __str__(self) -> str:
         return (
             f"{self.seconds:.3g} s, peak {format_bytes(self.peak_bytes)}, "
-            f"of which working memory {format_bytes(self.working_bytes)}"
+            f"of which working memory {format_bytes(self.working_bytes)}; outputs and gradients "
+            "are among it, which no budget covers"
         )
 
 

@@ -5,6 +5,7 @@ lengths, and the difference gives the cost of a step. What runs as a whole is ti
 """
 
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,23 @@ from retrograde.run.layout import Inputs
 from retrograde.sizes.footprint import Shapes, gradients_like, noting
 
 _LONG = 64  # steps of the longer range: about as many as schedules record at a time
+_RAN = 0.75  # of the time, in which a thread that is not disturbed runs at least
 _ENOUGH, _MOST = 0.3, 9  # seconds of timing iterations, and iterations
+
+
+class Processor:
+    """In a ``with`` block: whether this thread waited for a processor for much of the time, as it
+    does where other processes want it (``is_busy``). Then the block's seconds tell little."""
+
+    is_busy = False
+
+    def __enter__(self) -> "Processor":
+        self.wall, self.ran = time.perf_counter(), time.thread_time()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        ran, passed = time.thread_time() - self.ran, time.perf_counter() - self.wall
+        self.is_busy = ran < _RAN * passed
 
 
 @dataclass(frozen=True)
