@@ -873,7 +873,7 @@ class Forgetful(dict):
 def in_bytes(size):
     """All sizes but the seconds."""
     ways = tuple(replace(way, seconds=0.0, again_seconds=0.0) for way in size.ways)
-    return replace(size, ways=ways, forward_seconds=0.0, backward_seconds=0.0)
+    return replace(size, ways=ways, forward_seconds=0.0, ordinary_seconds=0.0)
 
 
 def test_modules_that_nest_otherwise_are_of_another_make():

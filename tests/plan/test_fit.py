@@ -133,6 +133,7 @@ def test_a_plan_that_recomputes_does_not_say_that_it_stores_all():
         f"{format_bytes(found.peak_bytes)} of {format_bytes(found.budget_bytes)} allowed; ordinary "
         f"backpropagation holds {format_bytes(found.ordinary_bytes)}, and "
         f"{format_bytes(found.minimum_bytes)} would do\n"
+        "7.94 MiB of outputs and gradients come on top\n"
         f"{found.forward_steps:,} steps run forward for 1,000"
     )
 

@@ -335,7 +335,7 @@ def measure_network(layers: Layers, input: object, repeats: int) -> Chain:
         backward.append(max(0, way.backward_bytes - way.held_bytes - ends))
     return Chain(
         forward_seconds=[size.forward_seconds for size in sizes],
-        backward_seconds=[size.backward_seconds for size in sizes],
+        backward_seconds=[max(0.0, one.ordinary_seconds - one.forward_seconds) for one in sizes],
         output_bytes=[size.output_bytes for size in sizes],
         internal_bytes=held,
         forward_transient_bytes=forward,

@@ -42,8 +42,7 @@ class CallSizes:
     reorder_bytes: int = 0  # what the backward pass takes more in the second case
     aliases_input: bool = False  # whether its result shares memory with what it is given
     handed_bytes: int = 0  # of that, what the call before made
-    # The time of its backward pass, and what recording it takes longer.
-    backward_seconds: float = 0.0
+    ordinary_seconds: float = 0.0  # the time of a pass both ways, without a plan
     # The gradient of its output, and what its backward pass makes of that before it reads anything
     # saved. These are held while a group runs again.
     gradient_bytes: int = 0

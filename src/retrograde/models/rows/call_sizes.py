@@ -52,6 +52,7 @@ _ROUNDS = 3
 _MORE_SECONDS = 0.03  # a call that takes longer in all ways is timed once more, not thrice
 _AGAIN = {KEPT: DROPPED, LEAN: DROPPED_LEAN}  # ways of which both reruns are alike
 _FORWARD = -2  # a way: run without a graph
+_ORDINARY = -3  # kept, without what a plan does around the call
 #: The order of measuring. What the others are compared with comes last, when all kernels were used.
 _ORDER = (TURNED, DROPPED_LEAN, DROPPED, LEAN, KEPT)
 _WHOLE = slice(-6, None)  # the phases of a call that is kept whole
@@ -140,7 +141,7 @@ class PassMeasurements:
 
     def seconds(self, memory: int) -> tuple[float, float]:
         """Return the predicted times of a pass both ways, within a budget and without one."""
-        ordinary = sum(size.forward_seconds + size.backward_seconds for size in self.sizes)
+        ordinary = sum(size.ordinary_seconds for size in self.sizes)
         return ordinary + seconds_of(self.sizes, self.plan(memory)), ordinary
 
     def is_ordinary(self, plan: tuple[Part, ...]) -> bool:
@@ -309,13 +310,14 @@ def _deeds(one: Phases, phases: Sequence[Phase]) -> tuple[Hashable, ...]:
 def _phases(one: Phases) -> tuple[list[Callable[[], None]], dict[int, float]]:
     """Return the phases of a call, and the seconds that each way takes, to which a run of the
     phases adds. They are those of forward and backward passes, or of a forward pass alone."""
-    taken = dict.fromkeys((_FORWARD, *_ORDER), 0.0)
+    taken = dict.fromkeys((_ORDINARY, _FORWARD, *_ORDER), 0.0)
 
     def clocked(way: int, step: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
-            start = now(one.device)
+            start, one.own_seconds = now(one.device), 0.0
             step()
             taken[way] += now(one.device) - start
+            taken[_ORDINARY] += one.own_seconds if way == KEPT else 0.0
 
         return run
 
@@ -383,5 +385,5 @@ def _sizes(one: Phases, found: Sequence[Phase], seconds: dict[int, float]) -> Ca
         gradient_bytes=max(waits, one.gradient_bytes) + _MARK_BYTES,
         gradient_slack_bytes=one.apart,
         packed_bytes=one.packed,
-        backward_seconds=max(0.0, seconds[KEPT] - seconds[_FORWARD]),
+        ordinary_seconds=seconds[_ORDINARY],
     )

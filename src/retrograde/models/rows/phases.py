@@ -4,7 +4,7 @@ It runs without a graph, and with one that is kept whole, lean, or dropped. All 
 same bits of gradients (rule 11).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import grad
 from torch.autograd.graph import get_gradient_edge
 
 from retrograde.errors import NotExactError
+from retrograde.machine import now
 from retrograde.models.rows.arguments import Arguments, RerunArguments, memory_of, tensors_in
 from retrograde.models.rows.rerun import KEPT, Recomputable, RunningPlan
 from retrograde.models.rows.rest_of_model import filling
@@ -63,6 +65,7 @@ class Phases:
         self.for_caller: list[Tensor | None] = []
         self.reorders_gradient = [False, False]
         self.aliases_input = False
+        self.own_seconds = 0.0  # of the call itself, without what a plan does around it
         self.handed = self.apart = self.gradient_bytes = self.packed = 0
 
     def begin(self, way: int = KEPT) -> None:
@@ -93,13 +96,19 @@ class Phases:
             row, given = RunningPlan((Part(0, 1, max(self.way, KEPT)),)), Arguments(args, kwargs)
             unit = replace(self.unit, forward=self._again, reruns=self.reruns)
             made = [t for t, n in zip(given.leaves, self.places, strict=True) if n is not None]
-            forward, made = partial(do_most, self.unit), [] if self.first else made
+            forward, made = partial(self._timed, do_most, self.unit), [] if self.first else made
             self.result, call = row.run(0, unit, forward, given, made, None)
             self.packed = (call and call.packed) or self.packed
 
     def _again(self, *args: Any, **kwargs: Any) -> Any:
         torch.empty(RERUN_BYTES, dtype=torch.uint8, device=self.device)  # marks when it runs again
         return do_most(self.unit, *args, **kwargs)
+
+    def _timed(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        start = now(self.device)
+        result = function(*args, **kwargs)
+        self.own_seconds += now(self.device) - start
+        return result
 
     def _arguments(self) -> tuple[Any, Any, list[Tensor]]:
         """Return the arguments, and those of them that want a gradient."""
@@ -138,7 +147,7 @@ class Phases:
                 del seed
             begin = [torch.empty(0, device=self.device)]
             with as_accumulated(own, self.tied):
-                found = torch.autograd.grad(root, [*edges, *own], begin, allow_unused=True)
+                found = self._timed(grad, root, [*edges, *own], begin, allow_unused=True)
             self.shown[self.way] = fingerprints(g for g in found if g is not None)
             back = [g for g in found[: len(edges)] if g is not None]
             self.reorders_gradient[turned] = any(not g.is_contiguous() for g in back)
