@@ -296,9 +296,8 @@ def slowed(work: Shape, rounds: int) -> list[Row]:
 def busy_machine(run: Run) -> None:
     """Claim: beside two busy processes on two cores, a layer is at most 6× slower than alone.
 
-    At its end, a parallel region waits for its slowest thread, whose core another process has. The
-    layers of torch wait after each step. Ours notice it, and run on one thread for a while. All
-    contenders take turns. Whoever has taken ten seconds has no more turns.
+    A parallel region waits for its slowest thread, whose core another process has. Torch's layers
+    wait after each step; ours run on one thread for a while. All take turns, for ten seconds each.
     """
     works = {name_of(work): work for work in BUSY}
     one = partial(slowed, rounds=run.rounds)

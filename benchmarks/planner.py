@@ -293,9 +293,8 @@ def tied(case: tuple[str, int, int | None]) -> Row:
 def ties(run: Run) -> None:
     """Claim: of equally cheap schedules, the planner's has no more actions than the paper's rule.
 
-    Algorithm 1 of Gruslys et al. (2016) takes the first best y, and prefers a hidden state to an
-    internal one. The actions of both schedules are counted, with adjacent ranges merged; and the
-    launches of ours: one for each range that is run or backpropagated, beside one for each step.
+    Algorithm 1 of Gruslys et al. (2016) takes the first best y, and prefers hidden states. Counted
+    are the actions of both, with adjacent ranges merged, and our launches, one for each range.
     """
     shown = ("cost", "actions_first_y", "actions", "launches_step_by_step", "launches")
     cases = {"{}, m = {}, α = {}".format(*case): case for case in TIES}
@@ -342,10 +341,9 @@ def peak_of_planning(chain: rg.Chain) -> int:
 def chains(run: Run) -> None:
     """Claim: the fastest schedule of an unequal chain of 400 layers is found within seconds.
 
-    Random chains, whose sizes span two decades and have no common divisor, and a network of
-    convolutions, norms, activations and sums, are planned with a certified gap. For scale, the
-    recurrence that others solve is timed: rotor's (Beaumont et al., *Optimal checkpointing for
-    heterogeneous chains*, 2019), in plain Python. Peak memory is that of a new process.
+    Random chains, whose sizes have no common divisor, and a network of convolutions, norms,
+    activations and sums, are planned with a certified gap. For scale, rotor's recurrence is timed
+    in plain Python (Beaumont et al., 2019). Peak memory is that of a new process.
     """
     machine = alone("numpy", "numba")
     plan_chain(random_chain(20), "90%", certify=True)  # loads what is compiled
