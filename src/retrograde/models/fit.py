@@ -32,6 +32,7 @@ from retrograde.units import Memory, parse_memory
 
 _REPEATS = 3  # timings of each kind of step
 _BYTES = 256 * 2**20  # of ordinary backpropagation, at most, which is timed on a part otherwise
+_SHORT = 2.0  # seconds of an iteration, at most, which is timed; a longer one is predicted
 _STEPS = 64  # of a cell, by which ordinary backpropagation is timed
 
 
@@ -58,8 +59,8 @@ def fit(
 
     Returns:
         A :class:`~retrograde.plan.fit.Fit`; for a chain a
-        :class:`~retrograde.models.sequential.ChainFit`. ``seconds`` are predicted from timed steps
-        of a cell, or timed layers of a chain. A recurrent module runs a few times for them.
+        :class:`~retrograde.models.sequential.ChainFit`. A few iterations are timed for
+        ``seconds``; long ones are predicted, from timed steps of a cell or layers of a chain.
 
     Raises:
         BudgetError: the budget is too small; the message names the smallest one that is enough.
@@ -92,7 +93,7 @@ def fit(
         if state is not None:
             kind = type(state).__name__
             raise NotExactError(f"got a state, a {kind}, for a Sequential: expected none")
-        return Sequential(OrderedDict(cell._modules), memory=memory).fit(inputs)
+        return _fit_chain(cell, inputs, memory)
     if isinstance(cell, Recurrent):
         call, cell, state = cell._call_of(inputs, state)
         call = replace(call, memory=memory, schedule=None)
@@ -119,7 +120,27 @@ def fit(
     whole = times.record(1, found.schedule.length) + times.backward(1, found.schedule.length)
     ratio = 1.0 if found.ordinary else iteration_seconds(found, times) / whole
     seconds, is_busy = plain * ratio, processor.is_busy
+    wanted = [t for t in (*call.tensors, *tensors_in(state), *core.parameters) if t.requires_grad]
+    if seconds < _SHORT and wanted:
+        with core.surroundings.measured():
+            seconds = time_iterations(lambda: call.run(cell, state)[0], wanted)
     return replace(found, seconds=seconds, ordinary_seconds=plain, is_busy=is_busy)
+
+
+def _fit_chain(chain: nn.Sequential, inputs: Any, memory: Memory) -> ChainFit:
+    """Return the plan of a chain. If it is short, a few iterations are timed."""
+    layers = OrderedDict(chain._modules)
+    ours, theirs = Sequential(layers, memory=memory), nn.Sequential(layers)
+    found = ours.fit(inputs)
+    wanted = [t for t in (*tensors_in(inputs), *chain.parameters()) if t.requires_grad]
+    if found.seconds > _SHORT:
+        return found
+    with untouched(chain):
+        seconds = time_iterations(lambda: tensors_in(ours(inputs)), wanted)
+        ordinary = seconds * found.ordinary_seconds / found.seconds
+        if found.ordinary_bytes <= _BYTES:
+            ordinary = time_iterations(lambda: tensors_in(theirs(inputs)), wanted)
+    return replace(found, seconds=seconds, ordinary_seconds=ordinary)
 
 
 def timed(found: Fit, module: nn.RNNBase, inputs: Any, state: Any) -> Fit:

@@ -209,7 +209,7 @@ class BudgetedRNN(nn.RNNBase):
     def __prepare_scriptable__(self) -> nn.Module:
         raise CellError(
             f"TorchScript cannot run this {type(self).__name__}: expected torch's own, "
-            "whose state_dict is the same; script a model with that one, or use torch.jit.trace"
+            "whose state_dict is the same; script that one, or use torch.jit.trace under no_grad()"
         )
 
     def _check_asked(self, memory: Memory | None = None) -> None:
