@@ -31,6 +31,7 @@ def test_a_cell_is_asked_and_not_run():
     with pytest.raises(rg.BudgetError) as refusal:
         rg.fit(step_of(cell), x, h, memory=found.minimum_bytes - 1)
     assert refusal.value.minimum_bytes == found.minimum_bytes
+    assert rg.fit(lambda x, h: (h, h + x), x.detach(), x[0].detach(), memory="50%").seconds > 0
 
 
 @pytest.mark.parametrize("kind", [nn.LSTM, rg.LSTM, nn.GRU])

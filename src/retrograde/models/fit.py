@@ -116,15 +116,19 @@ def fit(
             times, steps = time_steps(core, read, later, _REPEATS), min(_STEPS, len(read))
             run = partial(ordinary_bytes, core, read, later, steps, whole=True, by=time_pass)
             plain = median(run() for _ in range(_REPEATS)) * len(read) / steps
-    # Steps that are timed one by one take longer than in a loop, so only their ratio is taken.
+            seconds = plain * _ratio(found, times)
+            given = *call.tensors, *tensors_in(state), *core.parameters
+            wanted = [t for t in given if t.requires_grad]
+            if wanted and seconds < _SHORT:
+                seconds = time_iterations(lambda: tensors_in(call.run(cell, state)[::2]), wanted)
+    return replace(found, seconds=seconds, ordinary_seconds=plain, is_busy=processor.is_busy)
+
+
+def _ratio(found: Fit, times: RangeTimes) -> float:
+    """Return how much longer a plan takes than ordinary backpropagation. Steps that are timed one
+    by one take longer than in a loop, so only the ratio counts."""
     whole = times.record(1, found.schedule.length) + times.backward(1, found.schedule.length)
-    ratio = 1.0 if found.ordinary else iteration_seconds(found, times) / whole
-    seconds, is_busy = plain * ratio, processor.is_busy
-    wanted = [t for t in (*call.tensors, *tensors_in(state), *core.parameters) if t.requires_grad]
-    if seconds < _SHORT and wanted:
-        with core.surroundings.measured():
-            seconds = time_iterations(lambda: call.run(cell, state)[0], wanted)
-    return replace(found, seconds=seconds, ordinary_seconds=plain, is_busy=is_busy)
+    return 1.0 if found.ordinary else iteration_seconds(found, times) / whole
 
 
 def _fit_chain(chain: nn.Sequential, inputs: Any, memory: Memory) -> ChainFit:
