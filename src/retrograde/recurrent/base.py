@@ -197,7 +197,7 @@ class BudgetedRNN(nn.RNNBase):
         assert found is not None
         units = (self.proj_size or self.hidden_size) * (1 + self.bidirectional)
         outputs = call.x.shape[:-1].numel() * units * call.x.element_size()
-        gradients = bytes_of_gradients((call.x, *call.state, *flat_weights(self)))
+        gradients = bytes_of_gradients((call.x, *call.state, *self.parameters()))
         return replace(found, beside_bytes=2 * outputs + gradients)
 
     def extra_repr(self) -> str:
