@@ -1937,8 +1937,9 @@ def test_a_late_row_that_takes_more_is_told(number):
     assert read_changed(number).outcome == "told"
 
 
-def test_the_least_works_where_a_budget_gains_little():
-    assert read_changed(151).outcome == "refused, and the least works"
+@pytest.mark.parametrize("number", [151, 1110])
+def test_the_least_works_where_little_is_gained_or_a_layer_has_no_runs_within(number):
+    assert read_changed(number).outcome == "refused, and the least works"
 
 
 class LeftOut(Plain):

@@ -228,7 +228,10 @@ class CallOrder:
                 found.append(current[:])
             elif current:
                 within = self._runs(call, large)
-                found.extend(within if is_run or _is_better(within, call) else [])
+                if is_run:
+                    found.extend(within or [current[:]])
+                elif _is_better(within, call):
+                    found.extend(within)
             current.clear()
 
         calls = _opened(around)
