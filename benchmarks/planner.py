@@ -30,7 +30,8 @@ from oracles.first_best import first_best, rotor
 from oracles.unequal_chains import network, random_chain
 from retrograde.machine import processor_name
 from retrograde.plan.chains import chain_minimum, plan_chain
-from retrograde.plan.fit import Curve, Footprint, fit
+from retrograde.plan.fit import fit
+from retrograde.plan.footprint import Curve, Footprint
 from retrograde.schedule import Verb
 
 PEERS = ("checkpoint_schedules", "pyrevolve")

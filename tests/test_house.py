@@ -38,7 +38,7 @@ LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}
 ROOMS = {
     "top": (1012, 900),
     "schedule": (1134, 1150),
-    "plan": (2754, 2500),
+    "plan": (2760, 2500),
     "sizes": (1199, 1200),
     "replay": (1100, 1100),
     "run": (2482, 1950),

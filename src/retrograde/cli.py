@@ -117,16 +117,16 @@ def plan(
     hsm and msm count hidden states, the initial one included, and not the working core; ism counts
     internal states, the working core included. Needs no torch.
     """
-    kind: dict[str, Any] = {"policy": policy or ("hsm" if alpha is None else "best")}
-    kind |= {"alpha": alpha, "beta": beta}
+    options: dict[str, Any] = {"policy": policy or ("hsm" if alpha is None else "best")}
+    options |= {"alpha": alpha, "beta": beta}
     if curve:
         if not (memory is None and state is None and json is None and not actions):
             raise RetrogradeError(
                 "--curve shows every memory: leave out --memory, --state, --json and --actions"
             )
-        _show_curve(length, kind, picture or Path("trade_off.svg"))
+        _show_curve(length, options, picture or Path("trade_off.svg"))
         return
-    schedule = _describe(length, memory, kind | {"state": state})
+    schedule = _describe(length, memory, options | {"state": state})
     if actions:
         typer.echo("\n".join(map(str, schedule)))
     if json is not None:
@@ -158,20 +158,20 @@ def fit(
     typer.echo(rg.fit(ours, (length, batch, input), memory=memory))
 
 
-def _describe(length: int, memory: str | None, kind: dict[str, Any]) -> "Schedule":
+def _describe(length: int, memory: str | None, options: dict[str, Any]) -> "Schedule":
     """Print the cost and the memory of a schedule, and return it."""
     from retrograde.plan import plan
 
-    in_bytes = kind["state"] is not None
-    if in_bytes and (kind["alpha"] or kind["state"]) < kind["state"]:
+    alpha, state = options["alpha"], options["state"]
+    if state is not None and (alpha or state) < state:
         raise RetrogradeError(
-            f"--alpha {kind['alpha']} is less than --state {kind['state']}: expected both in bytes"
+            f"--alpha {alpha} is less than --state {state}: expected both in bytes"
         )
-    slots = memory if memory is None or in_bytes else _whole(memory)
-    schedule = plan(length, slots, **kind)
+    slots = memory if memory is None or state is not None else _whole(memory)
+    schedule = plan(length, slots, **options)
     console = Console(highlight=False)
     cost, peak = schedule.cost, f"{schedule.peak:,}"
-    if in_bytes:
+    if state is not None:
         peak += f" of {schedule.memory:,} bytes"
     elif slots is not None:
         peak += f" of {slots:,} slots"
@@ -190,7 +190,7 @@ def _describe(length: int, memory: str | None, kind: dict[str, Any]) -> "Schedul
             console.print(f"[bold]{name:<10}[/]{value}", soft_wrap=True)
     if isinstance(slots, int):
         asked = {max(1, slots * 2**power // 16) for power in range(8)}
-        console.print(_trade_off(length, sorted(asked), kind, bold=slots))
+        console.print(_trade_off(length, sorted(asked), options, bold=slots))
     return schedule
 
 
@@ -209,32 +209,32 @@ def _whole(memory: str) -> int | str:
         ) from None
 
 
-def _show_curve(length: int, kind: dict[str, Any], picture: Path) -> None:
+def _show_curve(length: int, options: dict[str, Any], picture: Path) -> None:
     """Print some points of the trade-off curve, and draw all of them."""
     from retrograde.figures import draw_trade_off
     from retrograde.plan import trade_off
 
-    curve = trade_off(length, **kind)
+    curve = trade_off(length, **options)
     points = len(curve)
     shown = sorted({round((points - 1) * (i / _ROWS) ** 2) for i in range(_ROWS + 1)})
     Console(highlight=False).print(
-        _trade_off(length, curve.memory[shown].tolist(), kind),
+        _trade_off(length, curve.memory[shown].tolist(), options),
         f"{points:,} memories at which the cost drops, from the least feasible, "
         f"{curve.memory[0]:,}, to plenty, {curve.memory[-1]:,}",
     )
     _save(draw_trade_off(curve), picture)
 
 
-def _trade_off(length: int, memories: list[int], kind: dict[str, Any], bold: int = 0) -> Table:
+def _trade_off(length: int, memories: list[int], options: dict[str, Any], bold: int = 0) -> Table:
     import numpy as np
 
     from retrograde.plan import cost
 
-    title = f"What memory buys: {kind['policy']}, {length:,} steps"
+    title = f"What memory buys: {options['policy']}, {length:,} steps"
     table = Table(title=title, title_justify="left")
     for column in ("memory", "forward steps", "for each step", "× ordinary BPTT"):
         table.add_column(column, justify="right")
-    sizes = {name: kind[name] for name in ("policy", "alpha", "beta")}
+    sizes = {name: options[name] for name in ("policy", "alpha", "beta")}
     costs: list[int] = np.asarray(cost(length, memories, **sizes)).tolist()
     for slots, steps in zip(memories, costs, strict=True):
         table.add_row(

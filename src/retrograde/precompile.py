@@ -34,8 +34,8 @@ def precompile() -> None:
     """Run each kernel and each solver once, at a tiny size."""
     _plan()
     for dtype in (torch.float32, torch.float64):
-        for (kind, way), options in itertools.product(_KINDS, _OPTIONS):
-            _run_layers(kind(3, 5, dtype=dtype, **way, **options), dtype)
+        for (layer, way), options in itertools.product(_KINDS, _OPTIONS):
+            _run_layers(layer(3, 5, dtype=dtype, **way, **options), dtype)
         for algorithm in ("linear", "blelloch"):
             _scan_chain(algorithm, dtype)
 

@@ -48,15 +48,15 @@ def parse_memory(memory: Memory) -> int | Fraction:
     except TypeError:
         size = None
     if size is None:
-        given = repr(memory) if isinstance(memory, Real | None) else type(memory)
-        raise UnitError(f"cannot read the memory {given}: {_HINT}")
+        shown = repr(memory) if isinstance(memory, Real | None) else type(memory)
+        raise UnitError(f"cannot read the memory {shown}: {_HINT}")
     return _positive(size, memory)
 
 
 class MemoryAttribute:
     """An attribute that is a budget, or None. What cannot be read is refused when it is set."""
 
-    def __get__(self, one: object, kind: object = None) -> Any:
+    def __get__(self, one: object, owner: object = None) -> Any:
         return self if one is None else vars(one).get("memory")
 
     def __set__(self, one: object, memory: Memory | None) -> None:
@@ -134,18 +134,18 @@ def _parse_text(text: str) -> int | Fraction:
     return _positive(math.floor(number * _FACTORS[unit]), text)
 
 
-def _fraction(value: Fraction, given: object) -> Fraction:
+def _fraction(value: Fraction, memory: object) -> Fraction:
     if not 0 < value <= 1:
         raise UnitError(
-            f"the memory {given!r} is {float(value):g} times what ordinary backpropagation holds: "
+            f"the memory {memory!r} is {float(value):g} times what ordinary backpropagation holds: "
             "expected a fraction above 0 and at most 1 (write bytes as a whole number or '64MiB')"
         )
     return value
 
 
-def _positive(size: int, given: object) -> int:
+def _positive(size: int, memory: object) -> int:
     if size < 1:
-        raise UnitError(f"the memory {given!r} is {size} bytes: expected at least 1 byte")
+        raise UnitError(f"the memory {memory!r} is {size} bytes: expected at least 1 byte")
     return size
 
 

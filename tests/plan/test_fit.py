@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import retrograde as rg
-from retrograde.plan.fit import Curve, Footprint, fit, predict_peak_bytes
+from retrograde.plan.fit import fit, predict_peak_bytes
+from retrograde.plan.footprint import Curve, Footprint
 from retrograde.plan.steps.unfold import Segments
 from retrograde.schedule import Schedule, Verb
 from retrograde.units import format_bytes

@@ -9,7 +9,8 @@ import pytest
 
 import retrograde as rg
 from oracles.exhaustive import cheapest
-from retrograde.plan.fit import Curve, Footprint, fit, predict_peak_bytes
+from retrograde.plan.fit import fit, predict_peak_bytes
+from retrograde.plan.footprint import Curve, Footprint
 from retrograde.plan.open_end import OpenPlan
 from retrograde.plan.steps.closed_form import hsm_cost
 from retrograde.plan.steps.online import Thinned, online_schedule

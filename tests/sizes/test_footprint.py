@@ -3,7 +3,8 @@
 import torch
 
 from retrograde.cells.cell import examine
-from retrograde.plan.fit import Curve, Footprint, in_one_range
+from retrograde.plan.fit import in_one_range
+from retrograde.plan.footprint import Curve, Footprint
 from retrograde.replay.trees import flatten
 from retrograde.run.layout import Straight
 from retrograde.schedule import Advance, Record

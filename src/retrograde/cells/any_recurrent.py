@@ -169,11 +169,11 @@ def _checked_samples(goes_on: Tensor, t: Tensor) -> Tensor:
 def _checked(lengths: Any, leaves: Tensors) -> Tensor:
     """Return the lengths as a tensor, after a check that they match the samples."""
     length, samples = leaves[0].shape[0], {x.shape[1] if x.dim() > 1 else 0 for x in leaves}
-    found = torch.as_tensor(lengths, device=leaves[0].device)
-    fits = found.shape == (next(iter(samples)),) and len(samples) == 1
-    if not fits or found.is_floating_point() or not bool(((found >= 1) & (found <= length)).all()):
+    steps = torch.as_tensor(lengths, device=leaves[0].device)
+    fits = steps.shape == (next(iter(samples)),) and len(samples) == 1
+    if not fits or steps.is_floating_point() or not bool(((steps >= 1) & (steps <= length)).all()):
         raise InputError(
             f"lengths={lengths!r}: expected an integer from 1 to {length} for each of "
             f"{', '.join(map(str, samples))} samples"
         )
-    return found.long()
+    return steps.long()

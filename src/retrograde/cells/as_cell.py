@@ -84,18 +84,18 @@ class TorchCell:
 def as_cell(cell: Any) -> Cell:
     """Return what runs a step; torch's own cells return their state alone. Raises CellError if it
     runs whole sequences itself, or takes no state."""
-    kind = type(cell)
-    if getattr(kind, "forward", None) in _TORCHS and "forward" not in vars(cell):
+    class_ = type(cell)
+    if getattr(class_, "forward", None) in _TORCHS and "forward" not in vars(cell):
         return TorchCell(cell)
-    if isinstance(cell, nn.RNNBase) and kind.forward.__module__.startswith(("torch.", "retro")):
+    if isinstance(cell, nn.RNNBase) and class_.forward.__module__.startswith(("torch.", "retro")):
         name = cell.mode.partition("_")[0]
         raise CellError(
-            f"got a {kind.__name__}, which runs all steps of a sequence itself: expected a cell, "
+            f"got a {class_.__name__}, which runs all steps of a sequence itself: expected a cell, "
             f"which runs one; use rg.{name}(…, memory=), or torch.nn.{name}Cell"
         )
     if isinstance(cell, nn.Module) and not _takes_a_state(cell):
         raise CellError(
-            f"the forward of this {kind.__name__} does not take an input and a state: expected a "
+            f"the forward of this {class_.__name__} does not take an input and a state: expected a "
             "cell, cell(x_t, state); a whole model gets a budget, and tells what it takes, by "
             "rg.budget(model, memory, sample)"
         )

@@ -212,8 +212,8 @@ def _cell(
 ) -> _Task:
     """Prepare any cell, where a step is a call."""
     states, state_spec = flatten_state(state)
-    given = inputs.steps[0] if isinstance(inputs, Arrivals) else pytree.tree_leaves(inputs)
-    tensors = [t for t in (*states, *given) if isinstance(t, Tensor)]
+    leaves = inputs.steps[0] if isinstance(inputs, Arrivals) else pytree.tree_leaves(inputs)
+    tensors = [t for t in (*states, *leaves) if isinstance(t, Tensor)]
     device = tensors[0].device if tensors else torch.device("cpu")
     with autocast_as_now(device):
         stream = Stream.of(open_source(inputs, length, device), device, wants_inputs)
@@ -245,8 +245,8 @@ def _module(
         core, probed = examine_loss(part, stream, states, list_spec)
     parts = [replace(cast(RangeLoss, core.cell), kernel=cast(Fused, one.core)) for one in kernels]
     cores = [replace(core, cell=part, without_outputs=partial(state_only, part)) for part in parts]
-    found = [one._replace(core=own) for one, own in zip(kernels, cores, strict=True)]
-    return _Task(found, stream, probed, states, state_spec)
+    several = [one._replace(core=own) for one, own in zip(kernels, cores, strict=True)]
+    return _Task(several, stream, probed, states, state_spec)
 
 
 def _check_module(module: nn.RNNBase, *, is_open: bool = False) -> None:
@@ -259,8 +259,8 @@ def _check_module(module: nn.RNNBase, *, is_open: bool = False) -> None:
         "batch_first=True": module.batch_first,
         f"{besides_forward(module)}": besides_forward(module),
     }
-    for option, given in refused.items():
-        if given:
+    for option, applies in refused.items():
+        if applies:
             raise CellError(
                 f"bptt does not run a {type(module).__name__} with {option}: expected one "
                 "direction, no dropout between layers, time first and no hooks; or write a cell, "
@@ -272,9 +272,9 @@ def _module_state(module: nn.RNNBase, stream: Stream, state: Any) -> tuple[Tenso
     """Return the initial state, flat, and the structure of torch's; zeros if there is none."""
     (x, *more), weight = stream.read(0), flat_weights(module)[0]
     if more or x.dim() != 2 or x.shape[1] != module.input_size:
-        found = ", ".join(str(tuple(t.shape)) for t in (x, *more))
+        actual = ", ".join(str(tuple(t.shape)) for t in (x, *more))
         raise CellError(
-            f"the input of a step is {found}: expected one tensor (B, {module.input_size}), that "
+            f"the input of a step is {actual}: expected one tensor (B, {module.input_size}), that "
             f"is inputs (T, B, {module.input_size})"
         )
     sizes = [module.proj_size or module.hidden_size]
@@ -284,9 +284,9 @@ def _module_state(module: nn.RNNBase, stream: Stream, state: Any) -> tuple[Tenso
         zeros = [weight.new_zeros(shape) for shape in shapes]
         state = tuple(zeros) if module.mode == "LSTM" else zeros[0]
     states, state_spec = flatten(state, "state")
-    given = [tuple(s.shape) for s in states]
-    if given != shapes:
-        raise CellError(f"the initial state has the shapes {given}: expected {shapes}")
+    state_shapes = [tuple(s.shape) for s in states]
+    if state_shapes != shapes:
+        raise CellError(f"the initial state has the shapes {state_shapes}: expected {shapes}")
     for name, t in (("the input", x), *(("the initial state", s) for s in states)):
         cast_anyway = torch.is_autocast_enabled(weight.device.type)
         if t.device != weight.device or (t.dtype != weight.dtype and not cast_anyway):
@@ -312,9 +312,9 @@ def _fitted(task: _Task, inputs: Any, memory: Memory) -> tuple[Core, Schedule]:
         sizes = [grown(one, growth(first, settled)) for one in sizes]
         return fit_fastest(task.cores, sizes, task.probed, state, memory)
 
-    key, kind = (repr(memory), len(source)), (task.stream.wanted, read)
-    (number, found), settled = fit_cell(
-        _FITS, first, task.probed, task.state, find, key, kind, parts
+    key, context = (repr(memory), len(source)), (task.stream.wanted, read)
+    (number, fit), settled = fit_cell(
+        _FITS, first, task.probed, task.state, find, key, context, parts
     )
     core = replace(cast(StepCore, task.cores[number].core), settled=settled)
-    return core, found.schedule
+    return core, fit.schedule

@@ -234,10 +234,10 @@ def begin(
     return _Trying(cell, inputs, input_spec, state, state_spec).core(result), *result[:2]
 
 
-def changes_structure(result: Result, given: Tensors, spec: Structure) -> bool:
+def changes_structure(result: Result, before: Tensors, spec: Structure) -> bool:
     """Return whether step 0 changed the structure of a state that held a None or a number."""
     _, states, _, after_spec = result
-    differs = after_spec != spec and [*map(like_of, states)] != [*map(like_of, given)]
+    differs = after_spec != spec and [*map(like_of, states)] != [*map(like_of, before)]
     return differs and any(kind is not Tensor for kind in spec.kinds)
 
 
@@ -353,9 +353,9 @@ def _check_apart(result: Result, written: Sequence[bool]) -> None:
 def as_pair(result: Any) -> tuple[Any, Any]:
     """Return what a cell returned; raise :class:`CellError` unless it is an output and a state."""
     if not isinstance(result, tuple) or len(result) != 2:
-        given = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
+        actual = f"a tuple of {len(result)}" if isinstance(result, tuple) else type(result).__name__
         raise CellError(
-            f"the cell returned {given}: expected the pair (output, state); "
+            f"the cell returned {actual}: expected the pair (output, state); "
             "wrap it, for instance: lambda x, s: (lambda h: (h, h))(cell(x, s))"
         )
     return result

@@ -71,8 +71,8 @@ def compiled_steps(core: StepCore) -> CompiledSteps:
         f"has {', '.join(besides[:1])}": besides,  # a block would miss one that is registered later
         "has numbers in its state": core.numbers,
     }
-    for does, given in refused.items():
-        if given:
+    for does, applies in refused.items():
+        if applies:
             raise CellError(
                 f"the cell {does}: expected a function of its input and its state under "
                 "compile=True; leave compile=True out"
@@ -89,11 +89,11 @@ def _run_block(
     cell: Any, input_spec: Structure, state_spec: Structure, inputs: Tensors, state: Tensors
 ) -> tuple[Tensors, Tensors]:
     """Run a block of steps. Return the stacked outputs, and the state after the last step."""
-    found, carried = [], state_spec.unflatten(state)
+    steps, carried = [], state_spec.unflatten(state)
     for k in range(BLOCK):
         y, carried = as_pair(cell(input_spec.unflatten([x[k] for x in inputs]), carried))
-        found.append(flatten(y, "output of the cell")[0])
-    outputs = [torch.stack(ys) for ys in zip(*found, strict=True)]
+        steps.append(flatten(y, "output of the cell")[0])
+    outputs = [torch.stack(ys) for ys in zip(*steps, strict=True)]
     return outputs, flatten_state(carried)[0]
 
 

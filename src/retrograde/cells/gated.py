@@ -113,8 +113,8 @@ class GatedCell(nn.Module):
     @property
     def formula(self) -> Formula:
         """The cell as data."""
-        kind = type(self)
-        return Formula(kind.gates, kind.states, kind.split, kind.units, kind.step)
+        class_ = type(self)
+        return Formula(class_.gates, class_.states, class_.split, class_.units, class_.step)
 
     def reset_parameters(self) -> None:
         """Draw the parameters anew."""
@@ -165,10 +165,10 @@ def runs_by_loops(cell: GatedCell, x: Sequence[Tensor], state: Tensors) -> bool:
         or torch.is_autocast_enabled("cpu")
     ):
         return False
-    found = loops_of(cell.formula, x[0].dtype)
-    if isinstance(found, str):
-        _warn(type(cell).__qualname__, found)
-    return not isinstance(found, str)
+    loops = loops_of(cell.formula, x[0].dtype)
+    if isinstance(loops, str):
+        _warn(type(cell).__qualname__, loops)
+    return not isinstance(loops, str)
 
 
 @functools.cache

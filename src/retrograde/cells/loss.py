@@ -190,10 +190,10 @@ def _check_sum(part: RangeLoss, stream: Stream, state: Tensors) -> None:
         y = torch.cat(outputs)
         ranges = range(start, start + 2), range(start, start + 1), range(start + 1, start + 2)
         losses = [part.loss(r, y[r.start - start : r.stop - start]) for r in ranges]
-    given = [value.reshape(()) for value in losses if value is not None]
+    terms = [value.reshape(()) for value in losses if value is not None]
     # A GPU is waited for once. On a CPU nothing is allocated, since the least budget has no room.
     on_cpu = y.device.type == "cpu"
-    read = iter([float(v) for v in given] if on_cpu or not given else torch.stack(given).tolist())
+    read = iter([float(v) for v in terms] if on_cpu or not terms else torch.stack(terms).tolist())
     both, first, second = (0.0 if value is None else next(read) for value in losses)
     if abs(both - first - second) > 0.05 * (abs(first) + abs(second)):
         raise CellError(

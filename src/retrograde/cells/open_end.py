@@ -15,7 +15,7 @@ from torch import Tensor
 from retrograde.cells.cell import Cell, StepCore, as_pair, examine
 from retrograde.cells.rehearsal import fit_cell, growth
 from retrograde.errors import CellError
-from retrograde.plan.fit import Curve, Footprint
+from retrograde.plan.footprint import Curve, Footprint
 from retrograde.plan.open_end import OpenPlan, bytes_of
 from retrograde.replay.referents import Referents
 from retrograde.replay.switches import autocast_as_now
@@ -85,9 +85,9 @@ def open_plan(
         singly = core.records_ranges and not sizes.even  # longer ranges are not known
         return measured(replace(core, singly=True)) if singly else sizes, singly
 
-    kind = tuple(inputs.differentiable)
+    context = tuple(inputs.differentiable)
     (sizes, singly), settled = fit_cell(
-        _SIZES, core, inputs, states, find, repr(memory), kind, parts
+        _SIZES, core, inputs, states, find, repr(memory), context, parts
     )
     return replace(core, settled=settled, singly=singly), OpenPlan.within(memory, sizes)
 
@@ -102,9 +102,9 @@ def unroll_open(
     refuse_transforms([*leaves, *states], ["memory"])
     with autocast_as_now(device_of(*states, *leaves)):
         core = examine(cell, leaves, items.structure, states, state_spec)
-    rows = [t.detach().expand(_MEASURED, *t.shape).contiguous() for t in leaves]
-    rows = [t.requires_grad_(own.requires_grad) for t, own in zip(rows, leaves, strict=True)]
-    core, plan = open_plan(core, Straight(_MEASURED, False).read(rows), states, memory)
+    copies = [t.detach().expand(_MEASURED, *t.shape).contiguous() for t in leaves]
+    copies = [t.requires_grad_(own.requires_grad) for t, own in zip(copies, leaves, strict=True)]
+    core, plan = open_plan(core, Straight(_MEASURED, False).read(copies), states, memory)
     core, end = replace(core, ragged=True), OpenEnd(plan, items.take, until, items.check)
     begun = Begun(core, states, [*states, *core.parameters])
     outputs: Tensors = []

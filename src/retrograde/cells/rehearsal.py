@@ -40,23 +40,23 @@ _Results = tuple[list[Tensor | None], list[Tensor | None]]
 
 def fit_cell(
     fits: CellFits[T], core: StepCore, inputs: Inputs, state: Tensors,
-    find: Callable[[Settled, Tensors], T], budget: Hashable, kind: Hashable = (),
+    find: Callable[[Settled, Tensors], T], budget: Hashable, context: Hashable = (),
     parts: Sequence[Referents] = (),
 ) -> tuple[T, Settled]:  # fmt: skip
     """Return the fit for a cell, and properties that earlier calls have settled. What is not known
-    is measured after a rehearsal, and ``find`` fits it by a state that later steps have. ``kind``
-    and ``parts`` are what the bytes depend on besides the cell and a step's tensors."""
+    is measured after a rehearsal, and ``find`` fits it by a state that later steps have.
+    ``context`` and ``parts`` are what the bytes depend on besides the cell and a step's tensors."""
     around = core.surroundings
     moving = tuple(b.nbytes for b in around.buffers), len(around.sources)
     tensors = map(signature, (*inputs[0], *state, *core.parameters))
-    shapes = moving, torch.get_num_threads(), core.state_like, kind, *tensors
+    shapes = moving, torch.get_num_threads(), core.state_like, context, *tensors
     state_later = cache(partial(later_state, core, inputs, state))
 
     def step() -> tuple[Hashable, Settled]:
         graphless, later = rehearse(core, inputs, state), state_later()
-        found = step_bytes(core, largest_first(core, inputs, later), later)
+        measured = step_bytes(core, largest_first(core, inputs, later), later)
         planned = 0 if core.per_call > 1 else core.settled.seen
-        return found, Settled(planned=planned, graphless=graphless)
+        return measured, Settled(planned=planned, graphless=graphless)
 
     made_of = [around.found, *parts]
     return fits.fit(made_of, shapes, budget, step, lambda settled: find(settled, state_later()))
@@ -122,15 +122,15 @@ def _run(
                 outputs, after = run_ordinary(core, x, state)
         wanted = distinct(t for t in (*x, *state, *parameters) if t.requires_grad)
         roots = [t for t in (*outputs, *after) if t.requires_grad]
-        found: tuple[Tensor | None, ...] = ()
+        gradients: tuple[Tensor | None, ...] = ()
         if roots and wanted:
             seeds = [*map(_seed_of, roots)]
             # A loop in a loop is tried in the backward pass, under the lock that this thread holds.
             with torch.autograd.set_multithreading_enabled(False):
-                found = torch.autograd.grad(
+                gradients = torch.autograd.grad(
                     roots, wanted, seeds, allow_unused=True, retain_graph=True
                 )
-    by = {id(t): g for t, g in zip(wanted, found, strict=False)}
+    by = {id(t): g for t, g in zip(wanted, gradients, strict=False)}
     known = {id(t) for t in parameters}  # a state may be one
     exact = [*(t.detach() for t in (*outputs, *after)), *(by.get(id(t)) for t in x)]
     exact += [by.get(id(t)) for t in state if id(t) not in known]
@@ -169,5 +169,5 @@ def _near(a: Tensor | None, b: Tensor | None) -> bool:
     if a is None or b is None or _same(a, b):
         return _same(a, b)
     a, b, place = a.to_dense(), b.to_dense(), a.device.type
-    kind = torch.get_autocast_dtype(place) if torch.is_autocast_enabled(place) else a.dtype
-    return bool((a - b).norm() <= torch.finfo(kind).eps ** 0.5 * a.norm())
+    dtype = torch.get_autocast_dtype(place) if torch.is_autocast_enabled(place) else a.dtype
+    return bool((a - b).norm() <= torch.finfo(dtype).eps ** 0.5 * a.norm())

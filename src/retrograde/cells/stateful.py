@@ -58,9 +58,9 @@ class Stateful:
             Tensor, Tensor.detach, (pytree.tree_map_only(Tensor, lambda t: t[0], inputs), state)
         )
         tensors = [t for t in pytree.tree_leaves(arguments) if isinstance(t, Tensor)]
-        given = arguments[:1] if state is None else arguments
+        passed = arguments[:1] if state is None else arguments
         device = device_of(*tensors)
-        changes = _assigned(lambda: step(*given), step, modules, device)
+        changes = _assigned(lambda: step(*passed), step, modules, device)
         slots = tuple(
             _StateSlot(slot.holder, slot.key, slot.called, then, _alike(then, now))
             for slot, then, now in changes
@@ -71,20 +71,20 @@ class Stateful:
                 f"a step assigns no tensor to an attribute of {names}: expected stateful= to list "
                 "modules that keep a state; leave them out"
             )
-        held = cls(step, tuple(modules), slots, state is None)
+        whole = cls(step, tuple(modules), slots, state is None)
         if not any(map(_with_history, slots)):
-            return held
+            return whole
         results: list[Any] = []
-        first = held.first(arguments[1])
+        first = whole.first(arguments[1])
         leaves = pytree.tree_map_only(
             Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), first
         )
-        try_out(lambda: results.append(held(arguments[0], leaves)), [step, *modules], device)
-        read = _read(pytree.tree_leaves(results), held._parted(leaves)[0])
+        try_out(lambda: results.append(whole(arguments[0], leaves)), [step, *modules], device)
+        read = _read(pytree.tree_leaves(results), whole._parted(leaves)[0])
         # A first value that no step depends on comes without the graph behind it.
         apart = (pytree.tree_map_only(Tensor, Tensor.detach, slot.initial) for slot in slots)
         kept = zip(slots, apart, read, strict=True)
-        return replace(held, slots=tuple(s if r else replace(s, initial=t) for s, t, r in kept))
+        return replace(whole, slots=tuple(s if r else replace(s, initial=t) for s, t, r in kept))
 
     def first(self, state: Any) -> Any:
         return self._joined([s.initial if s.settled else None for s in self.slots], state)
@@ -149,8 +149,8 @@ def _read(results: list[Any], slots: Sequence[Any]) -> list[bool]:
     leaves = [[t for t in pytree.tree_leaves(s) if isinstance(t, Tensor)] for s in slots]
     wanted = [t for one in leaves for t in one if t.requires_grad]
     seeds = [torch.zeros_like(t) for t in roots]
-    found = torch.autograd.grad(roots, wanted, seeds, allow_unused=True) if roots else ()
-    reached = {id(t) for t, g in zip(wanted, found, strict=False) if g is not None}
+    gradients = torch.autograd.grad(roots, wanted, seeds, allow_unused=True) if roots else ()
+    reached = {id(t) for t, g in zip(wanted, gradients, strict=False) if g is not None}
     return [any(id(t) in reached for t in one) for one in leaves]
 
 

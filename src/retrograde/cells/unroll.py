@@ -26,7 +26,8 @@ from retrograde.cells.open_end import Until, arrivals_of, is_iterated, refuse_op
 from retrograde.cells.rehearsal import fit_cell, growth
 from retrograde.cells.stateful import Stateful
 from retrograde.errors import BudgetError, CellError
-from retrograde.plan.fit import Curve, Fit, Highest
+from retrograde.plan.fit import Fit
+from retrograde.plan.footprint import Curve, Highest
 from retrograde.recurrent.base import BudgetedRNN
 from retrograde.recurrent.core import HeldLayers
 from retrograde.recurrent.fastest import fit_measured
@@ -135,13 +136,13 @@ def unroll(
         if not stateful:
             return unroll_open(as_cell(cell), items, state, memory, until)
         one = pytree.tree_map_only(Tensor, lambda t: t[None], items[0])
-        held = Stateful.of(cell, stateful, one, state)
-        outputs, last = unroll_open(held, items, held.first(state), memory, until)
-        return outputs, held.leave(last)
+        whole = Stateful.of(cell, stateful, one, state)
+        outputs, last = unroll_open(whole, items, whole.first(state), memory, until)
+        return outputs, whole.leave(last)
     if stateful:
-        held = Stateful.of(cell, stateful, inputs, state)
-        outputs, last = unroll(held, inputs, held.first(state), memory=memory, schedule=schedule)
-        return outputs, held.leave(last)
+        whole = Stateful.of(cell, stateful, inputs, state)
+        outputs, last = unroll(whole, inputs, whole.first(state), memory=memory, schedule=schedule)
+        return outputs, whole.leave(last)
     leaves, input_spec = flatten_inputs(inputs)
     layout = Straight(check_length(leaves), fused=False)
     call = CellCall(leaves, input_spec, layout, memory, schedule, compile)
@@ -191,9 +192,9 @@ class CellCall:
         states, state_spec = flatten_state(state)
         if self.schedule is not None:
             check_schedule(self.schedule, len(self.steps))
-        given = [*self.tensors, *states]
+        tensors = [*self.tensors, *states]
         usual = not (self.asked and torch.is_grad_enabled())
-        if is_unreal(given) or (is_transformed(given) and usual):
+        if is_unreal(tensors) or (is_transformed(tensors) and usual):
             return self._plainly(cell, state)
         if usual and not self.compile:
             core, first, after = begin(cell, self.read[0], self.spec, states, state_spec)
@@ -203,22 +204,22 @@ class CellCall:
                 outputs, after = run_without_gradient(core, self.read, after, self.layout, first)
         else:
             if self.asked:
-                refuse_transforms(given, self.asked)
+                refuse_transforms(tensors, self.asked)
             if (own := self._layer(cell, state)) is not None:
                 y, after = own[0](self.tensors[0], own[1])
                 return [y], LEAF, cast(TorchCell, cell).left(after)
-            found = self._fit_loops(cell, state)
-            if found is not None:
-                y, *after = self._by_loops(*found[:3])
-                return [y], LEAF, found[3].unflatten(parted(after))
+            loops = self._fit_loops(cell, state)
+            if loops is not None:
+                y, *after = self._by_loops(*loops[:3])
+                return [y], LEAF, loops[3].unflatten(parted(after))
             core = self.examine(cell, states, state_spec)
             outputs, after = self._recorded(core, states)
         return outputs, core.output_spec, core.state_spec.unflatten(after)
 
     def _by_loops(self, fit: Fit, loops: HeldLayers, states: Tensors) -> Tensors:
         """Return the outputs of compiled loops, and the parts of a layer's last state."""
-        given = joined(states)
-        outputs, after = run_schedule(loops, fit.schedule, self.tensors, given, loops.rows)
+        parts = joined(states)
+        outputs, after = run_schedule(loops, fit.schedule, self.tensors, parts, loops.rows)
         return [*outputs, *after]
 
     def planned(self, cell: Cell, state: Any) -> tuple[Fit, Any]:
@@ -228,7 +229,7 @@ class CellCall:
         with torch.enable_grad():
             layer, loops = self._layer(cell, state), self._fit_loops(cell, state)
             core = self.examine(cell, states, spec)
-            step = sum(shape.numel() * kind.itemsize for shape, kind, _ in core.output_like)
+            step = sum(shape.numel() * dtype.itemsize for shape, dtype, _ in core.output_like)
             wants = bytes_of_gradients((*self.tensors, *states, *core.parameters))
             beside = 2 * len(self.read) * step + wants
             if layer is None and loops is None:
@@ -241,8 +242,8 @@ class CellCall:
             runs: Any = layer and (layer[0], self.tensors[0], layer[1])
             if loops is not None:
                 fit, layers, first, _ = loops
-                given = *self.tensors, *first, *layers.parameters
-                wanted = [t for t in given if t.requires_grad]
+                tensors = *self.tensors, *first, *layers.parameters
+                wanted = [t for t in tensors if t.requires_grad]
                 runs = partial(time_iterations, partial(self._by_loops, *loops[:3]), wanted)
             elif layer is not None:
                 fit = replace(layer[0].fit(*runs[1:]), ordinary_bytes=layer[2])
@@ -266,14 +267,14 @@ class CellCall:
             sizes = footprint(core, measured, later, memory=memory, first=states, ran=True)
             sizes = grown(sizes, growth(core, settled))
             if idle:
-                given = sum(shape.numel() * kind.itemsize for shape, kind, _ in core.output_like)
-                sizes = partly_idle(sizes, idle, len(inputs), given)
-            found = fit_measured(core, measured, later, memory, sizes)[0]
+                step = sum(shape.numel() * dtype.itemsize for shape, dtype, _ in core.output_like)
+                sizes = partly_idle(sizes, idle, len(inputs), step)
+            fit = fit_measured(core, measured, later, memory, sizes)[0]
             operations = max(settled.planned, core.settled.seen)
-            return replace(found, node_bytes=node_bytes(found.schedule, operations))
+            return replace(fit, node_bytes=node_bytes(fit.schedule, operations))
 
-        kind = self.compile, *map(signature, self.tensors)
-        return fit_cell(_FITS, core, inputs, states, find, repr(memory), kind)
+        context = self.compile, *map(signature, self.tensors)
+        return fit_cell(_FITS, core, inputs, states, find, repr(memory), context)
 
     def _fit_loops(
         self, cell: Cell, state: Any
@@ -290,18 +291,18 @@ class CellCall:
         if not any(t.requires_grad for t in (*self.tensors, *states, *cell.parameters())):
             return None
 
-        held = sum(t.nbytes for t in states)
-        extra = held * zeros + 3 * held * (len(states) > 2)
+        state_bytes = sum(t.nbytes for t in states)
+        extra = state_bytes * zeros + 3 * state_bytes * (len(states) > 2)
 
         def fit(usual: Curve | Highest) -> tuple[HeldPlan, Fit]:
             return fit_gated(cell, self.tensors[0], memory, usual(len(self.steps)), extra)
 
         tensors = map(signature, (*self.tensors, *states, *cell.parameters()))
         key = id(type(cell)), repr(memory), zeros, torch.get_num_threads(), *tensors
-        found = _GATED.get(key, partial(self._unless_steps, fit, cell, state), [type(cell)])
-        if found is None:
+        fitted = _GATED.get(key, partial(self._unless_steps, fit, cell, state), [type(cell)])
+        if fitted is None:
             return None
-        (length, samples), (plan, known) = self.tensors[0].shape[:2], found
+        (length, samples), (plan, known) = self.tensors[0].shape[:2], fitted
         return known, HeldLayers(net_of(cell), Rows(length), samples, plan), states, spec
 
     def _layer(self, cell: Cell, state: Any) -> tuple[BudgetedRNN, Any, int] | None:
@@ -323,8 +324,8 @@ class CellCall:
 
         tensors = map(signature, (x, *states, *cell.cell.parameters()))
         key = id(cell.cell), repr(memory), torch.get_num_threads(), *tensors
-        found = _LAYERS.get(key, partial(self._unless_steps, fit, cell, state), [cell.cell])
-        return None if found is None else (cell.layer(found[0]), entry, found[1])
+        fitted = _LAYERS.get(key, partial(self._unless_steps, fit, cell, state), [cell.cell])
+        return None if fitted is None else (cell.layer(fitted[0]), entry, fitted[1])
 
     def _unless_steps(
         self, fit: Callable[[Curve | Highest], T], cell: Cell, state: Any
@@ -351,9 +352,9 @@ class CellCall:
             return run_without_gradient(core, self.read, states, self.calls)
         schedule = self.schedule
         if self.memory is not None:
-            found, settled = self.fit(core, states)
+            fit, settled = self.fit(core, states)
             core = replace(core, settled=settled)
-            schedule = None if found.ordinary else found.schedule
+            schedule = None if fit.ordinary else fit.schedule
         if schedule is not None:
             return run_schedule(core, schedule, self.tensors, states, self.calls)
         return run_ordinary(core, self.whole, states)

@@ -80,10 +80,10 @@ def draw_memory(
     for curve, colour, name in sides:
         thin = curve.thinned(_POINTS)
         seconds = np.concatenate([[0.0], np.asarray(thin.seconds, np.float64)])
-        held = np.concatenate([[0.0], np.asarray(thin.held_bytes) / factor])
+        memory = np.concatenate([[0.0], np.asarray(thin.held_bytes) / factor])
         label = f"{name}, peak {format_bytes(curve.peak_bytes)}"
-        ax.fill_between(seconds, held, step="post", color=colour, alpha=0.22, linewidth=0)
-        ax.step(seconds, held, where="post", color=colour, linewidth=1.1, label=label)
+        ax.fill_between(seconds, memory, step="post", color=colour, alpha=0.22, linewidth=0)
+        ax.step(seconds, memory, where="post", color=colour, linewidth=1.1, label=label)
     label = f"budget, {format_bytes(budget_bytes)}"
     ax.axhline(budget_bytes / factor, color=GREEN, linewidth=1.4, linestyle="--", label=label)
     ax.set_ylim(0, (1.24 + 0.09 * len(sides)) * highest / factor)  # no peak is under the legend

@@ -195,6 +195,6 @@ def _room(schedule: Schedule, memory: float) -> str:
     units = schedule.units
     if isinstance(units, Chain):
         return format_bytes(memory)
-    kind = "internal" if units.core else "hidden"
+    name = "internal" if units.core else "hidden"
     sizes = f" (α = {units.alpha}, β = {units.beta})" if schedule.policy in ("msm", "best") else ""
-    return f"{memory:,} {kind} state{'' if memory == 1 else 's'}{sizes}"
+    return f"{memory:,} {name} state{'' if memory == 1 else 's'}{sizes}"

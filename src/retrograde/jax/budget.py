@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 
 from retrograde.jax.step import Recorded, bytes_of
 from retrograde.jax.table import Table, table_of
-from retrograde.plan.fit import Curve, Fit, Footprint, fit
+from retrograde.plan.fit import Fit, fit
+from retrograde.plan.footprint import Curve, Footprint
 from retrograde.schedule import Schedule
 from retrograde.schedule.schedule import check_limit, check_schedule
 from retrograde.units import Memory
@@ -52,32 +53,32 @@ def fit_scan(recorded: Recorded, length: int, memory: Memory) -> tuple[Fit, Tabl
     Raises BudgetError, which names the least.
     """
     sizes = _footprint(recorded)
-    first = found = fit(length, memory, sizes)
-    while not found.ordinary:
-        table = table_of(found.schedule, again=bool(recorded.step.y))
+    first = plan = fit(length, memory, sizes)
+    while not plan.ordinary:
+        table = table_of(plan.schedule, again=bool(recorded.step.y))
         buffers = table.slots * sizes.state_bytes + table.tape * bytes_of(recorded.held)
         peak = buffers + sizes.backward(1) + 2 * sizes.state_bytes + sizes.extra_bytes
         if peak <= first.budget_bytes:
             return replace(
-                found, peak_bytes=peak, budget_bytes=first.budget_bytes, forward_steps=table.steps
+                plan, peak_bytes=peak, budget_bytes=first.budget_bytes, forward_steps=table.steps
             ), table
-        less = found.budget_bytes - (peak - first.budget_bytes)
-        assert found.budget_bytes > found.minimum_bytes, "the least plan fits"
-        found = fit(length, max(less, found.minimum_bytes), sizes)
-    return found, None
+        less = plan.budget_bytes - (peak - first.budget_bytes)
+        assert plan.budget_bytes > plan.minimum_bytes, "the least plan fits"
+        plan = fit(length, max(less, plan.minimum_bytes), sizes)
+    return plan, None
 
 
 def _footprint(recorded: Recorded) -> Footprint:
     """Return the bytes of the carry, of a recorded step and of a step's temporary arrays."""
-    state, held = bytes_of(recorded.step.carry), bytes_of(recorded.held)
-    work = recorded.work + held + 2 * state
+    state, residuals = bytes_of(recorded.step.carry), bytes_of(recorded.held)
+    work = recorded.work + residuals + 2 * state
     return Footprint(
         state_bytes=max(1, state),
         advance=Curve(((1, work),)),
-        held=Curve.affine(state, held),
-        record=Curve.affine(state + work, held),
+        held=Curve.affine(state, residuals),
+        record=Curve.affine(state + work, residuals),
         backward=Curve(((1, work),)),
-        ordinary=Curve.affine(state + work, held),
+        ordinary=Curve.affine(state + work, residuals),
         gradient_bytes=state,
         heap_bytes=None,
         call_steps=_CALL_STEPS,

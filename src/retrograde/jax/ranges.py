@@ -89,12 +89,12 @@ class Sweeps:
         return carry, ys, (slots, tape)
 
     def backward(
-        self, consts: Arrays, xs: Arrays, held: Holding, after: Arrays, g_ys: Arrays
+        self, consts: Arrays, xs: Arrays, holding: Holding, after: Arrays, g_ys: Arrays
     ) -> tuple[Arrays, Arrays, Arrays]:
         """Return the cotangents of constants, of the first carry and of inputs. ``after`` and
         ``g_ys`` are the cotangents of the last carry and of the outputs, where None means zero.
         Constants and inputs without a gradient get None."""
-        slots, tape = held
+        slots, tape = holding
         if not tape:
             tape = self._tape()
             # The tape depends on a gradient here. Otherwise XLA may allocate it while the
@@ -103,14 +103,14 @@ class Sweeps:
             for g in [g for g in first if g.size][:1]:
                 there = jnp.isnan(g).any()
                 tape = [jnp.where(there, jnp.ones_like(b), b) if is_real(b) else b for b in tape]
-        given = map(some_of, (consts, xs), self.recorded.wanted)
-        shares, g_xs = (jax.tree.map(zeros, part) for part in given)
+        operands = map(some_of, (consts, xs), self.recorded.wanted)
+        shares, g_xs = (jax.tree.map(zeros, part) for part in operands)
         state = _State([], [], slots, tape, (shares, after, g_xs))
         kinds = self._runs(consts, xs) | self._backs(consts, xs, g_ys)
         stop = len(self.table.rows) - 1
-        found: tuple[Arrays, Arrays, Arrays]
-        found = self._follow(self.table.forward, stop, kinds, state).totals
-        return found
+        totals: tuple[Arrays, Arrays, Arrays]
+        totals = self._follow(self.table.forward, stop, kinds, state).totals
+        return totals
 
     def _runs(self, consts: Arrays, xs: Arrays) -> dict[Kind, Perform]:
         """Return the functions of the rows that run steps, by kind."""
@@ -125,8 +125,8 @@ class Sweeps:
                 carry, ys, tape = inner
                 x = order.read(xs, n + ahead)
                 if recording:
-                    carry, y, held = recorded(consts, carry, x)
-                    tape = _write(tape, n, held)
+                    carry, y, stored = recorded(consts, carry, x)
+                    tape = _write(tape, n, stored)
                 else:
                     carry, y = recorded.step(consts, carry, x)
                 return carry, order.write(ys, n + ahead, y[: len(ys)]), tape
@@ -146,10 +146,10 @@ class Sweeps:
         recorded, order, places = self.recorded, self.order, self.table.tape
         fixed = recorded.fixed(*consts)
 
-        def pulled(k: Any, held: Arrays, x: Arrays, g_y: Arrays, totals: Any) -> Any:
+        def pulled(k: Any, stored: Arrays, x: Arrays, g_y: Arrays, totals: Any) -> Any:
             """Backpropagate step ``k``; ``g_y`` are the cotangents of its outputs."""
             g_consts, g_carry, g_xs = totals
-            residuals = recorded.residuals(held=held, fixed=fixed, consts=consts, x=x)
+            residuals = recorded.residuals(held=stored, fixed=fixed, consts=consts, x=x)
             shares, g_carry, g_x = recorded.pull(residuals, g_carry, filled(g_y, recorded.step.y))
             return jax.tree.map(jnp.add, g_consts, shares), g_carry, order.write(g_xs, k, g_x)
 
@@ -161,8 +161,8 @@ class Sweeps:
                 g_y, totals = inner
                 place = places - 1 - n
                 k = start + (place - base)
-                held, x = _read(state.tape, place), order.read(xs, k)
-                return order.read(g_ys, k - 1), pulled(k, held, x, g_y, totals)
+                stored, x = _read(state.tape, place), order.read(xs, k)
+                return order.read(g_ys, k - 1), pulled(k, stored, x, g_y, totals)
 
             # XLA vectorizes a kernel for the CPU if all its reads have one index that comes from
             # one counter. So places are counted from the end, and cotangents are read a step ahead.
@@ -172,8 +172,8 @@ class Sweeps:
         def again(row: Row, state: _State) -> _State:
             k, _, load, _, _ = row
             x = order.read(xs, k)
-            _, _, held = recorded(consts, _read(state.slots, load), x)
-            return state._replace(totals=pulled(k, held, x, order.read(g_ys, k), state.totals))
+            _, _, stored = recorded(consts, _read(state.slots, load), x)
+            return state._replace(totals=pulled(k, stored, x, order.read(g_ys, k), state.totals))
 
         return {Kind.TAPE: back, Kind.STEP: again}
 
@@ -184,13 +184,13 @@ class Sweeps:
         self, first: int, stop: int, kinds: Mapping[Kind, Perform], state: _State
     ) -> _State:
         """Carry out the rows first … stop − 1."""
-        rows = jnp.asarray(self.table.rows)
+        table_rows = jnp.asarray(self.table.rows)
 
         def rows_of(kind: Kind, now: Any) -> Any:
             """Carry out rows while the next one is of a kind."""
             return lax.while_loop(
-                lambda now: (now[0] < stop) & (rows[now[0], 0] == kind),
-                lambda now: (now[0] + 1, kinds[kind](tuple(rows[now[0]][1:]), now[1])),
+                lambda now: (now[0] < stop) & (table_rows[now[0], 0] == kind),
+                lambda now: (now[0] + 1, kinds[kind](tuple(table_rows[now[0]][1:]), now[1])),
                 now,
             )
 
@@ -199,15 +199,15 @@ class Sweeps:
                 now = rows_of(Kind(kind), now)
             return now
 
-        found: _State
-        found = lax.while_loop(lambda now: now[0] < stop, body, (jnp.int32(first), state))[1]
-        return found
+        final: _State
+        final = lax.while_loop(lambda now: now[0] < stop, body, (jnp.int32(first), state))[1]
+        return final
 
 
 def _read(buffers: Arrays, at: object) -> Arrays:
     plain = {"keepdims": False, "allow_negative_indices": False}
-    found: Arrays = jax.tree.map(lambda b: lax.dynamic_index_in_dim(b, at, **plain), buffers)
-    return found
+    values: Arrays = jax.tree.map(lambda b: lax.dynamic_index_in_dim(b, at, **plain), buffers)
+    return values
 
 
 def _write(buffers: Arrays, at: object, values: Sequence[Any]) -> Arrays:

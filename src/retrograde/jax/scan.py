@@ -116,17 +116,17 @@ def fit(f: Callable[..., Any], init: object, xs: object = None, length: int | No
     """
     count = _length(xs, length, least=1)
     Asked(memory).check(count)
-    found: list[Fit] = []
+    fits: list[Fit] = []
 
     def ask(init: object, xs: object) -> None:
         one = jax.tree.map(lambda x: x[0], xs)
         step, carry, _ = trace_step(f, init, one)
         operands = step.consts, carry, jax.tree.leaves(one)
         wanted = ([*map(is_real, operands[i])] for i in (0, 2))
-        found.append(fit_scan(Recorded.of(step, operands, *wanted), count, memory)[0])
+        fits.append(fit_scan(Recorded.of(step, operands, *wanted), count, memory)[0])
 
     jax.eval_shape(ask, init, xs)
-    return found[0]
+    return fits[0]
 
 
 @dataclass(frozen=True)
@@ -154,14 +154,14 @@ class _Scan:
         """Return the results and a function from cotangents to gradients, by ``jax.lax.scan``."""
 
         def run(*operands: Arrays) -> Any:
-            found = self.plainly(*operands)
-            return (real_of(found[0]), real_of(found[1])), found
+            after, ys = self.plainly(*operands)
+            return (real_of(after), real_of(ys)), (after, ys)
 
         def back(pull: Any, after: Arrays, g_ys: Arrays) -> Any:
             return pull((after, filled(g_ys, self.step.y, self.order.length)))
 
-        _, pull, found = jax.vjp(run, *operands, has_aux=True)
-        return found, Partial(back, pull)
+        _, pull, (after, ys) = jax.vjp(run, *operands, has_aux=True)
+        return (after, ys), Partial(back, pull)
 
     def _forward(self, *parts: Any) -> Any:
         """Return the results, and a function from cotangents to gradients, by the schedule."""
@@ -174,27 +174,27 @@ class _Scan:
             return self._vjp(*operands)
         sweeps = Sweeps(recorded, table, self.order)
 
-        def plain_back(consts: Arrays, xs: Arrays, held: object, init: Arrays, *given: Any) -> Any:
+        def plain_back(consts: Arrays, xs: Arrays, _: Any, init: Arrays, *cotangents: Any) -> Any:
             warnings.warn(_BEYOND, stacklevel=2)
-            found = self._vjp(consts, init, xs)[1](*given)
-            return tuple(map(some_of, found, (wanted[0], map(is_real, init), wanted[2])))
+            gradients = self._vjp(consts, init, xs)[1](*cotangents)
+            return tuple(map(some_of, gradients, (wanted[0], map(is_real, init), wanted[2])))
 
-        def back(consts: Arrays, xs: Arrays, held: Any, init: Arrays, *given: Any) -> Any:
-            return sweeps.backward(consts, xs, held, *given)
+        def back(consts: Arrays, xs: Arrays, holding: Any, init: Arrays, *cotangents: Any) -> Any:
+            return sweeps.backward(consts, xs, holding, *cotangents)
 
-        after, ys, held = _differentiated_as(self.plainly, sweeps.forward)(*operands)
+        after, ys, holding = _differentiated_as(self.plainly, sweeps.forward)(*operands)
         pull = _differentiated_as(plain_back, back)
         if self.step.meets:  # traced here, since ``vmap`` names its axis only within the call
             g_ys = filled([None] * len(ys), self.step.y, self.order.length)
-            given = consts, xs, held, init, real_of(self.step.carry), g_ys
-            closed, like = jax.make_jaxpr(pull, return_shape=True)(*given)
+            arguments = consts, xs, holding, init, real_of(self.step.carry), g_ys
+            closed, like = jax.make_jaxpr(pull, return_shape=True)(*arguments)
             tree = jax.tree.structure(like)
 
             def pull(*parts: Any) -> Any:
-                found = jaxpr_as_fun(closed)(*jax.tree.leaves(parts))
-                return jax.tree.unflatten(tree, found)
+                leaves = jaxpr_as_fun(closed)(*jax.tree.leaves(parts))
+                return jax.tree.unflatten(tree, leaves)
 
-        return (after, ys), Partial(pull, consts, xs, held, init)
+        return (after, ys), Partial(pull, consts, xs, holding, init)
 
     def _backward(self, back: Any, cotangents: Any) -> Any:
         """Return the gradients. Symbolic zeros, and cotangents of integers, become None first."""
@@ -223,8 +223,8 @@ def _differentiated_as(plain: Callable[..., Any], run: Callable[..., Any]) -> Ca
 
     @call.defjvp
     def derivative(primals: Any, tangents: Any) -> Any:
-        found, moved = call(*primals), jax.jvp(plain, primals, tangents)[1]
-        return found, (*moved, *jax.tree.map(still, found[len(moved) :]))
+        outputs, moved = call(*primals), jax.jvp(plain, primals, tangents)[1]
+        return outputs, (*moved, *jax.tree.map(still, outputs[len(moved) :]))
 
     return call
 

@@ -25,13 +25,13 @@ Arrays = list[Any]
 
 def zeros(like: Any, count: int | None = None) -> Array:
     """Return zeros of the type of an array or of a type, or ``count`` of them stacked."""
-    kind = jax.typeof(like) if isinstance(like, Array) else like
-    stacked, spec = () if count is None else (count,), kind.sharding.spec
-    placed = kind.sharding.update(spec=(*[None] * len(stacked), *spec))
+    array_type = jax.typeof(like) if isinstance(like, Array) else like
+    stacked, spec = () if count is None else (count,), array_type.sharding.spec
+    placed = array_type.sharding.update(spec=(*[None] * len(stacked), *spec))
     own = placed if any(spec) else None  # of a mesh with explicit axes
-    found = jnp.zeros((*stacked, *kind.shape), kind.dtype, out_sharding=own)
-    axes = tuple(sorted(kind.manual_axis_type.varying))  # of a mesh, inside ``shard_map``
-    return lax.pcast(found, axes, to="varying") if axes else found
+    array = jnp.zeros((*stacked, *array_type.shape), array_type.dtype, out_sharding=own)
+    axes = tuple(sorted(array_type.manual_axis_type.varying))  # of a mesh, inside ``shard_map``
+    return lax.pcast(array, axes, to="varying") if axes else array
 
 
 def is_real(x: Any) -> bool:
@@ -73,8 +73,8 @@ class Step:
     meets: bool  # whether it has collectives
 
     def __call__(self, consts: Arrays, carry: Arrays, x: Arrays) -> tuple[Arrays, Arrays]:
-        found = self.program(*consts, *carry, *x)
-        return list(found[: len(self.carry)]), list(found[len(self.carry) :])
+        arrays = self.program(*consts, *carry, *x)
+        return list(arrays[: len(self.carry)]), list(arrays[len(self.carry) :])
 
 
 def trace_step(f: Callable[..., Any], init: object, x: object) -> tuple[Step, Arrays, Any]:
@@ -116,8 +116,8 @@ def trace_step(f: Callable[..., Any], init: object, x: object) -> tuple[Step, Ar
     jaxpr = closed.jaxpr
     opened = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
     program = _program(closed.replace(jaxpr=opened, consts=[]))
-    found = Step(program, [*map(jnp.asarray, closed.consts)], after, y, bool(closed.effects))
-    return found, carry, y_tree
+    step = Step(program, [*map(jnp.asarray, closed.consts)], after, y, bool(closed.effects))
+    return step, carry, y_tree
 
 
 @dataclass(frozen=True)
@@ -152,8 +152,8 @@ class Recorded:
                 after, y = step(*map(_merged, (consts, carry, x), some))
                 return (real_of(after), real_of(y)), (after, y)
 
-            given = some_of(consts, wanted_consts), real_of(carry), some_of(x, wanted_x)
-            _, pullback, (after, y) = jax.vjp(of, *given, has_aux=True)
+            primals = some_of(consts, wanted_consts), real_of(carry), some_of(x, wanted_x)
+            _, pullback, (after, y) = jax.vjp(of, *primals, has_aux=True)
             residuals, tree = jax.tree.flatten(pullback)
             trees[:] = [tree]
             return [*after, *y, *residuals]
@@ -199,9 +199,9 @@ class Recorded:
 
     def __call__(self, consts: Arrays, carry: Arrays, x: Arrays) -> tuple[Arrays, Arrays, Arrays]:
         """Run the step; return the carry after it, the outputs, and the residuals to store."""
-        found = list(self.program(*consts, *carry, *x))
+        arrays = list(self.program(*consts, *carry, *x))
         n, m = len(self.step.carry), len(self.step.carry) + len(self.step.y)
-        return found[:n], found[n:m], found[m:]
+        return arrays[:n], arrays[n:m], arrays[m:]
 
     def residuals(self, **groups: Arrays) -> Arrays:
         """Return all residuals in order, from those held, the fixed ones, and the operands."""

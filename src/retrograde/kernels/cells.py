@@ -90,8 +90,8 @@ class Formula:
         whole = self.whole
         sums = (d[..., :whole, :] + u[..., :whole, :]).unbind(-2)
         apart = *d[..., whole:, :].unbind(-2), *u[..., whole:, :].unbind(-2)
-        found = self.step(*sums, *apart, *others)
-        return found if isinstance(found, tuple) else (found,)
+        returned = self.step(*sums, *apart, *others)
+        return returned if isinstance(returned, tuple) else (returned,)
 
 
 #: One of torch's cells by name, or a formula.
@@ -107,9 +107,9 @@ _FORMS: dict[Kind, Formula] = {
 GATES: dict[Kind, int] = {kind: form.gates for kind, form in _FORMS.items()}
 
 
-def form_of(kind: AnyKind) -> Formula:
+def form_of(cell: AnyKind) -> Formula:
     """Return the numbers of one of torch's cells, or of a formula."""
-    return kind if isinstance(kind, Formula) else _FORMS[kind]
+    return cell if isinstance(cell, Formula) else _FORMS[cell]
 
 
 #: The functions that turn gates into slopes: a GRU's and an LSTM's.
@@ -130,14 +130,14 @@ class Weights:
     units: Tensor | None = None
 
     @classmethod
-    def of(cls, kind: AnyKind, parameters: Sequence[Tensor]) -> "Weights":
+    def of(cls, cell: AnyKind, parameters: Sequence[Tensor]) -> "Weights":
         """Return the weights from a layer's parameters in torch's order, with or without biases.
         Units come last."""
-        *given, units = parameters if len(parameters) % 2 else (*parameters, None)
-        inputs, hidden, bias_inputs, bias_hidden = (*given, None, None)[:4]
+        *of_gates, units = parameters if len(parameters) % 2 else (*parameters, None)
+        inputs, hidden, bias_inputs, bias_hidden = (*of_gates, None, None)[:4]
         assert inputs is not None
         assert hidden is not None
-        return cls(kind, inputs, hidden, bias_inputs, bias_hidden, units)
+        return cls(cell, inputs, hidden, bias_inputs, bias_hidden, units)
 
     @property
     def form(self) -> Formula:
@@ -224,8 +224,8 @@ class Block:
     def at(self, steps: slice) -> "Block":
         """Return views of some steps; c stays that before the whole block."""
         parts: Any = {name: getattr(self, name)[steps] for name in ("x", "before", "after")}
-        given = {"kept": self.kept, "resets": self.resets}
-        parts |= {name: part.at(steps) for name, part in given.items() if part is not None}
+        optional = {"kept": self.kept, "resets": self.resets}
+        parts |= {name: part.at(steps) for name, part in optional.items() if part is not None}
         return replace(self, **parts)
 
     def cast(self, dtype: torch.dtype) -> "Block":
@@ -291,9 +291,9 @@ def slopes(
 
 
 def _linear(x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-    found = x.new_empty(*x.shape[:2], w.shape[0])
-    linear(x.flatten(0, 1), w, bias, found.flatten(0, 1))
-    return found
+    sums = x.new_empty(*x.shape[:2], w.shape[0])
+    linear(x.flatten(0, 1), w, bias, sums.flatten(0, 1))
+    return sums
 
 
 def gru_slopes(inputs: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
@@ -354,39 +354,39 @@ def _cell_states(
     return before, after
 
 
-def pull(step: Slopes, hidden: Tensor, rows: Tensor) -> Tensor:
-    """Multiply gradients ``rows`` (B, R, n) by the Jacobian of one step. B is any batch shape, R
-    the rows of a sample. n is H, or 2 H for (h, c). The slopes are (B, K, H) and (B, H)."""
-    gates, kept = _gates(step, rows)
-    return _joined(gates.flatten(-2) @ hidden, kept, rows)
+def pull(step: Slopes, hidden: Tensor, gradients: Tensor) -> Tensor:
+    """Multiply ``gradients`` (B, R, n) by the Jacobian of one step. B is any batch shape, R the
+    rows of a sample. n is H, or 2 H for (h, c). The slopes are (B, K, H) and (B, H)."""
+    gates, kept = _gates(step, gradients)
+    return _joined(gates.flatten(-2) @ hidden, kept, gradients)
 
 
-def pull_to_inputs(step: Slopes, weights: Weights, rows: Tensor) -> tuple[Tensor, Tensor]:
+def pull_to_inputs(step: Slopes, weights: Weights, gradients: Tensor) -> tuple[Tensor, Tensor]:
     """Return the result of :func:`pull`, and the gradients of the step's inputs (B, R, I)."""
-    gates, kept = _gates(step, rows)
-    before = _joined(gates.flatten(-2) @ weights.hidden, kept, rows)
+    gates, kept = _gates(step, gradients)
+    before = _joined(gates.flatten(-2) @ weights.hidden, kept, gradients)
     if weights.kind == "GRU":  # the third gate's slope differs for the input weights
         assert step.inner is not None
-        torch.mul(rows, step.inner.unsqueeze(-2), out=gates[..., 2, :])
+        torch.mul(gradients, step.inner.unsqueeze(-2), out=gates[..., 2, :])
     return before, gates.flatten(-2) @ weights.inputs
 
 
-def _gates(step: Slopes, rows: Tensor) -> tuple[Tensor, Tensor | None]:
+def _gates(step: Slopes, gradients: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of the gates (B, R, K, H), and those that bypass the gates (B, R, H).
     The latter go to a GRU's h or an LSTM's c before the step. An RNN has none."""
     keep, size = step.keep, step.gates.shape[-1]
     if step.gates.shape[-2] < 4:
-        gates = rows.unsqueeze(-2) * step.gates.unsqueeze(-3)
-        return gates, None if keep is None else rows * keep.unsqueeze(-2)
+        gates = gradients.unsqueeze(-2) * step.gates.unsqueeze(-3)
+        return gates, None if keep is None else gradients * keep.unsqueeze(-2)
     assert keep is not None
     assert step.inner is not None
-    g_h, g_c = rows[..., :size], rows[..., size:]
+    g_h, g_c = gradients[..., :size], gradients[..., size:]
     d = torch.addcmul(g_c, g_h, step.inner.unsqueeze(-2))
     gates = torch.stack([d, d, d, g_h], -2).mul_(step.gates.unsqueeze(-3))
     return gates, d.mul_(keep.unsqueeze(-2))
 
 
-def _joined(before: Tensor, kept: Tensor | None, rows: Tensor) -> Tensor:
+def _joined(before: Tensor, kept: Tensor | None, gradients: Tensor) -> Tensor:
     if kept is None:
         return before
-    return before.add_(kept) if before.shape == rows.shape else torch.cat([before, kept], -1)
+    return before.add_(kept) if before.shape == gradients.shape else torch.cat([before, kept], -1)

@@ -40,9 +40,9 @@ class Fallback:
 
 def _is_about_launching(error: Exception) -> bool:
     """Return whether an error says that this machine cannot compile a kernel or has no room."""
-    kind = type(error)
-    if kind.__module__.startswith("triton."):
-        return kind.__name__ in ("OutOfResources", "PTXASError")
+    error_type = type(error)
+    if error_type.__module__.startswith("triton."):
+        return error_type.__name__ in ("OutOfResources", "PTXASError")
     # The compiler is missing, fails (no Python.h), or is not where CC points.
     compiling = subprocess.CalledProcessError, FileNotFoundError
     return isinstance(error, compiling) or "Failed to find C compiler" in str(error)

@@ -64,9 +64,9 @@ def scan(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, chunk: in
     if length // chunk < 2:
         return sweep(slopes, hidden, dy, g)
     whole, losses = in_chunks(slopes.at(slice(rest, None)), dy, rest, chunk)
-    rows = products(whole, hidden, losses)
-    after, before = carry(rows, g)
-    if not trusted(rows, after):
+    maps = products(whole, hidden, losses)
+    after, before = carry(maps, g)
+    if not trusted(maps, after):
         return sweep(slopes, hidden, dy, g)
     for t in range(chunk - 1, -1, -1):
         if losses is not None:
@@ -76,29 +76,29 @@ def scan(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, chunk: in
 
 
 def products(chunks: Slopes, hidden: Tensor, losses: Tensor | None) -> Tensor:
-    """Return the result of the first phase, (C, B, n + 1, n). It has for each chunk the product of
+    """Return the maps of the first phase, (C, B, n + 1, n). It has for each chunk the product of
     Jacobians P, and d as the last row. A gradient g after a chunk is g P + d before it. The slopes
     are (C, L, B, …), ``losses`` (C, L, B, H) or None."""
     count, length, samples, _, size = chunks.gates.shape
     n = size * (2 if chunks.gates.shape[-2] == 4 else 1)
     like = chunks.gates
-    rows = torch.zeros(count, samples, n + 1, n, dtype=like.dtype, device=like.device)
-    rows.diagonal(dim1=-2, dim2=-1).fill_(1)
+    maps = torch.zeros(count, samples, n + 1, n, dtype=like.dtype, device=like.device)
+    maps.diagonal(dim1=-2, dim2=-1).fill_(1)
     for t in range(length - 1, -1, -1):
         if losses is not None:
-            rows[..., n, :size] += losses[:, t]
-        rows = pull(at_step(chunks, t), hidden, rows)
-    return rows
+            maps[..., n, :size] += losses[:, t]
+        maps = pull(at_step(chunks, t), hidden, maps)
+    return maps
 
 
-def trusted(rows: Tensor, after: Tensor) -> bool:
+def trusted(maps: Tensor, after: Tensor) -> bool:
     """Return whether the gradients of :func:`carry` are exact up to rounding; warn if not. Rounding
     errors grow with the terms |g| |P|. So the terms must be finite, and not far larger than the
     largest gradient."""
-    found = (after.abs().unsqueeze(-2) @ rows[..., :-1, :].abs()).amax()
-    sizes = torch.maximum(after.abs().amax(), rows[..., -1, :].abs().amax())
-    terms, largest = torch.stack([found, sizes]).tolist()
-    if terms <= min(CANCELLATION * largest, torch.finfo(rows.dtype).max):
+    worst = (after.abs().unsqueeze(-2) @ maps[..., :-1, :].abs()).amax()
+    sizes = torch.maximum(after.abs().amax(), maps[..., -1, :].abs().amax())
+    terms, largest = torch.stack([worst, sizes]).tolist()
+    if terms <= min(CANCELLATION * largest, torch.finfo(maps.dtype).max):
         return True  # a NaN fails every comparison
     warn_of_sweep()
     return False
@@ -115,12 +115,12 @@ def warn_of_sweep() -> None:
     )
 
 
-def carry(rows: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+def carry(maps: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """Do the second phase: return the gradient after each chunk (C, B, n), and before the first."""
-    after = g.new_empty((rows.shape[0], *g.shape))
-    for c in range(rows.shape[0] - 1, -1, -1):
+    after = g.new_empty((maps.shape[0], *g.shape))
+    for c in range(maps.shape[0] - 1, -1, -1):
         after[c] = g
-        g = (g.unsqueeze(-2) @ rows[c, :, :-1]).squeeze(-2) + rows[c, :, -1]
+        g = (g.unsqueeze(-2) @ maps[c, :, :-1]).squeeze(-2) + maps[c, :, -1]
     return after, g
 
 
@@ -166,8 +166,8 @@ def in_chunks(
     more steps at its beginning, which are skipped."""
 
     def cut(t: Tensor) -> Tensor:
-        found: Tensor = t.unflatten(0, (-1, chunk))
-        return found
+        view: Tensor = t.unflatten(0, (-1, chunk))
+        return view
 
     return slopes.map(cut), None if dy is None else cut(dy[rest:])
 

@@ -62,9 +62,9 @@ class _Moves:
         self.calls, self.kinds, n = calls, kinds, len(calls)
         self.seconds = np.array([0.0, *accumulate(call.forward_seconds for call in calls)])
         self.noted = np.array([0, *accumulate(call.noted_bytes for call in calls)])
-        rows = [*pairwise([0, *(k for k in range(1, n) if calls[k].starts_row), n])]
-        self.until = np.array([end for begin, end in rows for _ in range(begin, end)])
-        self.start = np.array([0, *(begin for begin, end in rows for _ in range(begin, end))])
+        bounds = [*pairwise([0, *(k for k in range(1, n) if calls[k].starts_row), n])]
+        self.until = np.array([end for begin, end in bounds for _ in range(begin, end)])
+        self.start = np.array([0, *(begin for begin, end in bounds for _ in range(begin, end))])
         self.start[n] = 0
         ends = np.cumsum(np.arange(n + 1) - self.start)  # of ranges by their end, side by side
         self.offset = ends - np.arange(n + 1)
@@ -76,8 +76,8 @@ class _Moves:
                 at = self.cell(i, k)
                 if k <= self.until[i]:
                     before = self.runs[self.cell(i, k - 1)] if i < k - 1 else 0
-                    given = last.input_bytes if i < k - 1 else 0
-                    self.runs[at] = max(before, last.forward_bytes + given)
+                    input_bytes = last.input_bytes if i < k - 1 else 0
+                    self.runs[at] = max(before, last.forward_bytes + input_bytes)
                 for is_held in (0, 1):
                     ways = (peak for *_, peak in self.ways(i, k, is_held))
                     groups = self.groups(i, k, is_held)[3]
@@ -96,15 +96,15 @@ class _Moves:
         """Iterate over the ways of call i: a way, what it holds, and the least peak with it."""
         call, outer = self.calls[i], k == len(self.calls)
         waits = 0 if outer else self.calls[k - 1].gradient_bytes
-        given = 0 if is_held else call.input_bytes
+        new_bytes = 0 if is_held else call.input_bytes
         for at, way in enumerate(call.ways):
             if not (self.kinds.inputs or is_held if way.dropped else
                     self.kinds.tapes or i + 1 == k):  # fmt: skip
                 continue
-            base = given if way.keeps_input else 0
+            base = new_bytes if way.keeps_input else 0
             taken = base + after(call, way)
             runs = i + 1 < k or outer or not way.dropped
-            first = waits + given + way.first_bytes if runs else 0
+            first = waits + new_bytes + way.first_bytes if runs else 0
             behind = -taken  # of the last call
             if i + 1 < k:
                 behind = self.least[int(way.keeps_output), self.cell(i + 1, k)]
@@ -116,8 +116,8 @@ class _Moves:
         outer, last = k == len(self.calls), min(k, self.until[i] + 1)
         js = np.arange(i + 2, last if self.kinds.inputs or is_held else 0)
         waits = 0 if outer else self.calls[k - 1].gradient_bytes
-        held, more = self.calls[i].group_bytes(is_held)
-        taken = held + (self.noted[js] - self.noted[i]) * outer
+        base, more = self.calls[i].group_bytes(is_held)
+        taken = base + (self.noted[js] - self.noted[i]) * outer
         own = self.cell(i, js)
         inside = more + np.maximum(waits + self.runs[own], self.least[1, own])
         return js, taken, more, taken + np.maximum(inside, self.least[0, self.cell(js, k)])
@@ -146,8 +146,8 @@ class _Fastest:
         def parts(nbytes: NDArray[Any]) -> Any:
             return np.floor(nbytes / self.size) if is_bound else nbytes / self.size
 
-        given = column(lambda call, _: call.input_bytes)
-        on_top = np.stack([given, 0 * given])  # by whether the input is held already
+        input_bytes = column(lambda call, _: call.input_bytes)
+        on_top = np.stack([input_bytes, 0 * input_bytes])  # by whether the input is held already
         kept = on_top * column(lambda _, way: way.keeps_input)
         dropped, seconds = column(lambda _, way: way.dropped), column(lambda _, way: way.seconds)
         last = np.where(dropped, seconds, column(lambda _, way: way.again_seconds))
@@ -199,14 +199,14 @@ class _Fastest:
                     if i + 1 < k:
                         behind = self.seconds(i + 1, k, call.ways[at].keeps_output, room - taken)
                     options.append((more[at] + behind, i + 1, at, taken))
-            js, held, extra, peaks = self.moves.groups(i, k, is_held)
-            js, held = js[peaks <= room], held[peaks <= room]
+            js, group_bytes, extra, peaks = self.moves.groups(i, k, is_held)
+            js, group_bytes = js[peaks <= room], group_bytes[peaks <= room]
             if len(js):
-                totals = self.seconds(i, js, True, room - held - extra)
-                totals += self.seconds(js, k, False, room - held)
+                totals = self.seconds(i, js, True, room - group_bytes - extra)
+                totals += self.seconds(js, k, False, room - group_bytes)
                 totals += 0 if outer else run[js] - run[i]
                 best = totals.argmin()
-                options.append((totals[best], int(js[best]), -1, int(held[best])))
+                options.append((totals[best], int(js[best]), -1, int(group_bytes[best])))
             _, stop, way, taken = min(options)
             room -= taken
             inside = self.plan(i, stop, room - extra) if way < 0 else ()

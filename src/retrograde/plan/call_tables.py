@@ -12,11 +12,11 @@ _Row = NDArray[np.float32]
 
 
 @njit(cache=True)  # type: ignore[untyped-decorator]
-def _lower(row: _Row, behind: _Row, seconds: np.float32, need: int, held: float) -> None:
-    """Lower a row, from level ``need`` on, to that of what follows with ``held`` levels less, plus
+def _lower(row: _Row, behind: _Row, seconds: np.float32, need: int, shift: float) -> None:
+    """Lower a row, from level ``need`` on, to that of what follows with ``shift`` levels less, plus
     some seconds. A part of a level is interpolated, where both sides have a plan."""
-    by = int(held)
-    part = np.float32(held - by)
+    by = int(shift)
+    part = np.float32(shift - by)
     for m in range(max(need, by), len(row)):
         high = behind[m - by]
         if part > 0:
@@ -28,7 +28,7 @@ def _lower(row: _Row, behind: _Row, seconds: np.float32, need: int, held: float)
 @njit(cache=True)  # type: ignore[untyped-decorator]
 def fill(
     after: _Reals, first: _Ints, back: _Ints, more: _Reals, keeps: _Ints, dropped: _Ints,
-    forward: _Reals, given: _Reals, extra: _Ints, runs: _Ints, until: _Ints, start: _Ints,
+    forward: _Reals, base: _Reals, extra: _Ints, runs: _Ints, until: _Ints, start: _Ints,
     offset: _Ints, noted: _Ints, waits: _Ints, inputs: bool, tapes: bool, best: NDArray[np.float32],
 ) -> None:  # fmt: skip
     """Fill ``best``, of shape (2, rows, levels), by the recurrence.
@@ -36,7 +36,7 @@ def fill(
     The first index says whether the input is held already. ``after``, ``first`` and ``back``, of
     shape (2, calls, ways), are what a way holds, and its peaks. ``more`` (3, calls, ways) are the
     seconds of a way outside groups, in one, and at its end. ``keeps`` and ``dropped`` are flags.
-    ``given`` (2, calls) is what a group holds of its first input, and ``extra`` what it takes more
+    ``base`` (2, calls) is what a group holds of its first input, and ``extra`` what it takes more
     when it runs again. ``forward`` and ``noted`` are sums over the calls before. ``runs`` (ranges)
     are peaks of running calls in turn. ``until`` is the last end of a group, and ``start`` the
     first call of the ranges with an end. Calls i … k − 1 are range ``offset[k] + i``. ``waits`` is
@@ -78,4 +78,4 @@ def fill(
                         row[m] = min(row[m], total)
                 if not (inputs or held):
                     continue
-                _lower(row, group, np.float32(0.0), 0, given[held, i])
+                _lower(row, group, np.float32(0.0), 0, base[held, i])

@@ -54,8 +54,8 @@ class CallSizes:
     def group_bytes(self, is_held: bool | int) -> tuple[int, int]:
         """Return what a group holds of its first input, and what it takes more while it runs
         again."""
-        given = 0 if is_held else self.input_bytes
-        return (self.packed_bytes, self.input_bytes) if self.packed_bytes else (given, 0)
+        new_bytes = 0 if is_held else self.input_bytes
+        return (self.packed_bytes, self.input_bytes) if self.packed_bytes else (new_bytes, 0)
 
     def beside(self, more: int) -> "CallSizes":
         """Return the sizes if others keep some bytes from its forward pass until it goes back."""
@@ -132,8 +132,8 @@ def peak_of(calls: Sequence[CallSizes], parts: Sequence[Part], *, grouped: bool 
     caller's. If ``grouped``, it is the plan of a group, which runs again."""
     peak = 0 if grouped else left_bytes(calls)
     waits = calls[parts[-1].stop - 1].gradient_bytes if grouped else 0
-    left, held = peak, _held(calls, parts, grouped)[0]
-    for part, (before, base) in zip(parts, held, strict=True):
+    left, by_part = peak, _held(calls, parts, grouped)[0]
+    for part, (before, base) in zip(parts, by_part, strict=True):
         way = calls[part.start].ways[part.way]
         if part.parts:
             inside = peak_of(calls, part.parts, grouped=True)
@@ -157,7 +157,7 @@ def _held(
 ) -> tuple[list[tuple[int, int]], int]:
     """Return what is held while each part runs forward, with its input, and while it goes back.
     The second is what is held at the end."""
-    found, held, is_held = [], 0, True  # whether the input of a part is held already
+    by_part, held, is_held = [], 0, True  # whether the input of a part is held already
     for part in parts:
         call, way = calls[part.start], calls[part.start].ways[part.way]
         before = held + (0 if is_held else call.input_bytes)
@@ -169,8 +169,8 @@ def _held(
             base = before if way.keeps_input else held
             held = base + after(call, way)
             is_held = way.keeps_output
-        found.append((before, base))
-    return found, held
+        by_part.append((before, base))
+    return by_part, held
 
 
 def _runs(calls: Sequence[CallSizes]) -> int:

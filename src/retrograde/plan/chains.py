@@ -69,8 +69,8 @@ def plan_chain(
 def chain_minimum(chain: Chain, policy: str = "msm") -> int:
     """Return the smallest budget that a policy can keep, in bytes."""
     kinds, (calls, unit) = _kinds(policy), _calls_of(chain)
-    found = least(calls, kinds) * unit + chain.overhead_bytes
-    return min(found, store_all(len(chain), chain).peak) if kinds.tapes else found
+    smallest = least(calls, kinds) * unit + chain.overhead_bytes
+    return min(smallest, store_all(len(chain), chain).peak) if kinds.tapes else smallest
 
 
 def _too_small(chain: Chain, room: int, policy: str) -> BudgetError:
@@ -134,24 +134,24 @@ def _calls_of(chain: Chain) -> tuple[list[CallSizes], int]:
 
 def _schedule(chain: Chain, parts: tuple[Part, ...], policy: str, memory: int | None) -> Schedule:
     """Return the actions of a plan for calls."""
-    found = Segments()
+    segments = Segments()
 
     def number(parts: tuple[Part, ...], *, grouped: bool) -> int:
         rest = NOTHING
         for k in range(len(parts) - 1, -1, -1):
             part, is_last = parts[k], k == len(parts) - 1
             if not part.parts and (part.way == 0 or (grouped and is_last)):
-                rest = found.add(0, 1, rest)
+                rest = segments.add(0, 1, rest)
                 continue
-            inside = number(part.parts, grouped=True) if part.parts else found.add(0, 1)
-            rest = found.add(part.stop - part.start, -1, rest, inside)
+            inside = number(part.parts, grouped=True) if part.parts else segments.add(0, 1)
+            rest = segments.add(part.stop - part.start, -1, rest, inside)
             if k and not (
                 parts[k - 1].way == 0
                 and not parts[k - 1].parts
                 and chain.keeps_output[part.start - 1]
             ):
-                rest = found.add(0, 0, rest)
+                rest = segments.add(0, 0, rest)
         return rest
 
     root = number(parts, grouped=False)
-    return found.schedule(root, length=len(chain), policy=policy, memory=memory, units=chain)
+    return segments.schedule(root, length=len(chain), policy=policy, memory=memory, units=chain)

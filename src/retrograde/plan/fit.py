@@ -19,13 +19,14 @@ Known limit: a state is one whole, even where several layers have states of diff
 """
 
 import math
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
 
 from retrograde.errors import BudgetError
+from retrograde.plan.footprint import Footprint
 from retrograde.plan.steps.blocks import Blocks
 from retrograde.plan.steps.unfold import Segments, store_all
 from retrograde.schedule import Schedule, Units, Verb
@@ -34,148 +35,6 @@ from retrograde.units import Memory, as_bytes, as_given, asks_for_all, format_by
 _LEVELS = 1024  # units of memory, at most
 _GRID = 1.2
 _KEPT = 16
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Bytes as a function of the steps in a range: linear between measured ``points`` (steps,
-    bytes). Steps increase. The curve is flat before the first point, and beyond the last it
-    continues the last segment."""
-
-    points: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def affine(cls, fixed: int, per_step: int) -> "Curve":
-        """Return the curve ``fixed + per_step · steps``."""
-        return cls(((1, fixed + per_step), (2, fixed + 2 * per_step)))
-
-    def __call__(self, steps: int) -> int:
-        points = self.points
-        if len(points) == 1 or steps <= points[0][0]:
-            return points[0][1]
-        right = min(max(1, bisect_left(points, (steps, 0))), len(points) - 1)
-        (a, low), (b, high) = points[right - 1], points[right]
-        return low - (low - high) * (steps - a) // (b - a)
-
-    def most(self, limit: int, length: int) -> int:
-        """Return the most steps, of 1 … length, up to which all are within a limit (1 if none)."""
-        points = self.points
-        above = next((i for i, (_, size) in enumerate(points) if size > limit), len(points))
-        if above == 0 or len(points) == 1:
-            return length if above else 1
-        (a, low), (b, high) = points[above - 1 :][:2] if above < len(points) else points[-2:]
-        if high <= low:
-            return length
-        return min(length, a + (limit - low) * (b - a) // (high - low))
-
-    def through(self, steps: int, size: int) -> "Curve":
-        """Return this curve, corrected by one more measurement."""
-        return Curve(tuple(sorted({**dict(self.points), steps: size}.items())))
-
-
-@dataclass(frozen=True)
-class Highest:
-    """The maximum of several curves, each continued beyond its own measurements."""
-
-    curves: tuple[Curve, ...]
-
-    @classmethod
-    def of(cls, points: Mapping[int, Sequence[int]]) -> "Highest":
-        """Make curves through measured values: several values for each number of steps."""
-        columns = zip(*points.values(), strict=True)
-        return cls(tuple(Curve(tuple(zip(points, one, strict=True))) for one in columns))
-
-    def __call__(self, steps: int) -> int:
-        return max(curve(steps) for curve in self.curves)
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """The bytes and times of the steps of a recurrence: measured, or derived from shapes.
-
-    Attributes:
-        state_bytes: one stored hidden state, with all that a rerun from it needs.
-        advance, record: peak of a call that keeps nothing, and of one that records a range.
-        held: bytes that a recorded range holds, its final state included.
-        backward: peak of backpropagating a range, beyond the bytes that it holds.
-        ordinary: working memory of ordinary backpropagation, as one graph.
-        gradient_copy: added to ``ordinary`` for each step, where a kernel must copy the
-            outputs' gradient.
-        final_bytes: added to ``ordinary`` where the loss depends on the final state as well.
-        gradient_bytes: the gradient of one hidden state, carried between ranges.
-        call_bytes: held from the beginning of a schedule's call to its end.
-        trial_bytes: bytes of trying one step, before the call.
-        extra_bytes: bytes that may be added to all this at any moment.
-        heap_bytes: the most that one recorded call should hold, for speed; None for no limit.
-        call_steps: cost of an advancing call, its steps aside, in forward steps.
-        record_steps: cost of recording and backpropagating a range, its steps aside.
-        backward_steps: cost of recording and backpropagating a step, beyond running it
-            forward; it matters only for comparing cores.
-        step_time: time of a forward step, in the unit by which cores are compared.
-        scheduled: whether a schedule runs every plan. ``ordinary`` is then only the base of
-            fractions, since there is no ordinary graph to fall back on.
-        even: whether the curves hold for ranges of any length, so that none need be measured.
-        unit: the name of the steps in a message.
-    """
-
-    state_bytes: int
-    advance: Curve
-    held: Curve
-    record: Curve
-    backward: Curve
-    ordinary: Curve | Highest
-    gradient_bytes: int
-    heap_bytes: int | None
-    call_steps: float = 0.0
-    record_steps: float = 0.0
-    backward_steps: float = 2.0
-    step_time: float = 1.0
-    scheduled: bool = False
-    extra_bytes: int = 0
-    gradient_copy: int = 0
-    final_bytes: int = 0
-    call_bytes: int = 0
-    trial_bytes: int = 0
-    even: bool = False
-    unit: str = "steps"
-
-    def ordinary_bytes(self, length: int) -> int:
-        """Return the base of fractions: ordinary backpropagation, or a trial step if larger."""
-        return max(self.ordinary(length), self.trial_bytes)
-
-    def whole_bytes(self, length: int) -> int:
-        """Return the bytes of backpropagating all steps at once."""
-        if self.scheduled:
-            return max(self.overhead_bytes(length), self.trial_bytes)
-        more = self.gradient_copy * length + self.extra_bytes + self.final_bytes
-        return max(self.ordinary(length) + more, self.trial_bytes)
-
-    def core_bytes(self, steps: int) -> int:
-        """Return the working core: the peak of recording and backpropagating one range. It is at
-        least the peak of advancing one step."""
-        return max(self.record(steps), self.held(steps) + self.backward(steps), self.advance(1))
-
-    def minimum_bytes(self) -> int:
-        """Return the least peak of any schedule: the first and the current state, and one step."""
-        return max(self.overhead_bytes(1) + self.state_bytes, self.trial_bytes)
-
-    def least_bytes(self, length: int) -> int:
-        """Return the least budget for a recurrence of so many steps."""
-        return min(self.whole_bytes(length), self.minimum_bytes())
-
-    def least_time(self, length: int) -> float:
-        """Return a lower bound of the time: every step is run, recorded and backpropagated once."""
-        return self.time(length, length, 0, 1)
-
-    def time(self, length: int, forward_steps: int, advances: int, records: int) -> float:
-        """Return the predicted time of an iteration, in units of ``step_time``."""
-        calls = self.call_steps * advances + self.record_steps * records
-        return self.step_time * (forward_steps + self.backward_steps * length + calls)
-
-    def overhead_bytes(self, steps: int) -> int:
-        """Return the working core for blocks of ``steps``, its initial state and the gradient."""
-        held = self.state_bytes + self.gradient_bytes + self.call_bytes + self.extra_bytes
-        return self.core_bytes(steps) + held
 
 
 @lru_cache(8)
@@ -293,8 +152,8 @@ def _fastest(length: int, blocks: Sequence[int], budget: int, sizes: _Sizes) -> 
         spent = forward_steps, advances, one.count
         time = footprint.time(length, *spent)
         if (time, steps) < best:
-            best, found = (time, steps), (one, parts, root, spent)
-    one, parts, root, spent = found
+            best, chosen = (time, steps), (one, parts, root, spent)
+    one, parts, root, spent = chosen
     schedule = one.schedule(parts, root, _units(footprint))
     return _describe(schedule, one.steps, one.chunk, spent, budget, footprint)
 
@@ -303,8 +162,8 @@ def _divided(length: int, steps: int, budget: int, sizes: _Sizes) -> Blocks:
     """Return blocks of ``steps`` in what the budget leaves beside the working core."""
     memory = budget - sizes.overhead(steps)
     unit = max(1, sizes.footprint.state_bytes, -(-memory // _LEVELS))
-    held = max(1, -(-sizes.held(steps) // unit))
-    return Blocks(length, steps, memory // unit, held, sizes.chunk(length, steps))
+    block_units = max(1, -(-sizes.held(steps) // unit))
+    return Blocks(length, steps, memory // unit, block_units, sizes.chunk(length, steps))
 
 
 def _least_time(blocks: Blocks, footprint: Footprint) -> float:
@@ -321,33 +180,33 @@ def predict_peak_bytes(schedule: Schedule, footprint: Footprint) -> int:
     advancing, held_by = cache(footprint.advance), cache(footprint.held)
     recording, going_back = cache(footprint.record), cache(footprint.backward)
     state, gradient, peak = footprint.state_bytes, 0, 0
-    held, current = 0, 0
+    held_bytes, current = 0, 0
     stored: set[int] = set()
     tapes: dict[int, int] = {}  # the steps of each, by its last state
     for verb, start, stop in schedule.codes():
-        base = held + gradient + (0 if current in stored or current in tapes else state)
+        base = held_bytes + gradient + (0 if current in stored or current in tapes else state)
         transient = 0
         if verb == Verb.ADVANCE:
             transient, current = advancing(stop - start), stop
         elif verb == Verb.RECORD:
             transient, current = recording(stop - start), stop
             tapes[stop] = stop - start
-            held += held_by(stop - start)
+            held_bytes += held_by(stop - start)
         elif verb == Verb.BACKWARD:
             base += footprint.gradient_bytes - gradient
             gradient = footprint.gradient_bytes
             for end in [end for end in tapes if end > start]:
                 steps = tapes.pop(end)
-                held -= held_by(steps)
+                held_bytes -= held_by(steps)
                 transient = max(transient, going_back(steps))
         elif verb == Verb.LOAD:
             current = start
         elif verb == Verb.STORE:
             stored.add(start)
-            held += state
+            held_bytes += state
         else:
             stored.remove(start)
-            held -= state
+            held_bytes -= state
         peak = max(peak, base + transient)
     return max(peak + footprint.call_bytes + footprint.extra_bytes, footprint.trial_bytes)
 
@@ -364,11 +223,11 @@ def _grid(length: int, budget: int, sizes: _Sizes) -> list[int]:
     count = max(1, math.ceil(math.log(most) / math.log(_GRID)))
     grid = {round(most ** (i / count)) for i in range(count + 1)}
 
-    core, held, block = sizes.core, sizes.held, length
+    block = length
     for kept in range(_KEPT):
 
         def filled(block: int, kept: int = kept) -> int:
-            return core(block) + kept * held(block)
+            return sizes.core(block) + kept * sizes.held(block)
 
         block = _most(block, room - sizes.beside_core, filled)
         states = max(0, -(-length // block) - kept - 1) * footprint.state_bytes
@@ -411,9 +270,9 @@ def _describe(
     )
 
 
-def whole_fit(length: int, block: int, **found: Any) -> Fit:
-    """Return a fit that records all steps in one range; ``found`` is the rest of :class:`Fit`."""
-    return Fit(schedule=in_one_range(length), block=block, chunk=length, ordinary=False, **found)
+def whole_fit(length: int, block: int, **fields: Any) -> Fit:
+    """Return a fit that records all steps in one range; ``fields`` are the rest of :class:`Fit`."""
+    return Fit(schedule=in_one_range(length), block=block, chunk=length, ordinary=False, **fields)
 
 
 def in_one_range(length: int, units: Units | None = None) -> Schedule:

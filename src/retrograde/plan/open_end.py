@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from retrograde.errors import BudgetError, UnitError
-from retrograde.plan.fit import Footprint, fit
+from retrograde.plan.fit import fit
+from retrograde.plan.footprint import Footprint
 from retrograde.plan.steps.online import online_schedule
 from retrograde.schedule import Schedule
 from retrograde.units import Memory, as_given, format_bytes, parse_memory

@@ -193,8 +193,8 @@ def cost(
     for slots in levels:
         form = _form(policy, slots, alpha, beta)
         if form is None:
-            found = tabled_costs(lengths, memories, units_of(alpha, beta), policy)
-            return _costs_one_by_one(lengths, memories, one) if found is None else found
+            tabled = tabled_costs(lengths, memories, units_of(alpha, beta), policy)
+            return _costs_one_by_one(lengths, memories, one) if tabled is None else tabled
         where = memories == slots if len(levels) > 1 else ...
         costs[where] = form.costs(lengths[where])
     return costs

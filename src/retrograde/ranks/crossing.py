@@ -70,10 +70,10 @@ class Crossing:
         with self._as_piece(0):
             rnn.fit(part, before if rnn.mode == "LSTM" else before[0])
 
-    def run(self, x: Tensor, given: State) -> list[Piece]:
+    def run(self, x: Tensor, initial: State) -> list[Piece]:
         """Run forward, and send each piece's final state on."""
         pieces = []
-        for number, (part, before) in enumerate(self._parts(x, given)):
+        for number, (part, before) in enumerate(self._parts(x, initial)):
             with self._as_piece(number):
                 piece = self._run_piece(part.detach(), before, x.requires_grad)
             if not self.peers.last:
@@ -83,9 +83,9 @@ class Crossing:
         self.peers.flush()
         return pieces
 
-    def _parts(self, x: Tensor, given: State) -> Iterator[tuple[Tensor, State]]:
+    def _parts(self, x: Tensor, initial: State) -> Iterator[tuple[Tensor, State]]:
         """Iterate over each piece's inputs and the state before it, which later ranks receive."""
-        states = [self.cut(s, 1) for s in given]
+        states = [self.cut(s, 1) for s in initial]
         for j, part in enumerate(self.cut(x, self.dim)):
             before = self.rnn._zeros(part.shape[self.dim], part)
             if self.peers.rank:
@@ -134,8 +134,8 @@ class _Node(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Crossing, x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        given = len(call.state)
-        state, own = rest[:given], list(rest[given:])
+        count = len(call.state)
+        state, own = rest[:count], list(rest[count:])
         with call.peers.a_pass():
             pieces = call.run(x, state)
         ctx.call, ctx.own, ctx.pieces = call, own, pieces

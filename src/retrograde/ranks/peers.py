@@ -104,9 +104,9 @@ class Peers:
         if not like.numel():
             return torch.empty_like(like)
         group = self.group
-        found = torch.empty(like.shape, dtype=like.dtype, device=self._device)
-        self._checked(lambda: distributed.recv(found, group=group, group_src=source), source)
-        return found.to(like.device)
+        received = torch.empty(like.shape, dtype=like.dtype, device=self._device)
+        self._checked(lambda: distributed.recv(received, group=group, group_src=source), source)
+        return received.to(like.device)
 
     def flush(self) -> None:
         """Wait until the other ranks have received all that was sent."""

@@ -49,11 +49,11 @@ class Piece:
         seeds = [*ends, *([] if dy is None else [dy])]
         leaves = [*wanted, *self.before, *own]
         with muted_hooks(own):  # hooks get the whole gradient, not a piece's
-            found = torch.autograd.grad(roots, leaves, seeds, retain_graph=keep, allow_unused=True)
+            shares = torch.autograd.grad(roots, leaves, seeds, retain_graph=keep, allow_unused=True)
         start, stop = len(wanted), len(wanted) + len(self.before)
-        pairs = zip(found[start:stop], self.before, strict=True)
+        pairs = zip(shares[start:stop], self.before, strict=True)
         before = tuple(torch.zeros_like(s) if g is None else g for g, s in pairs)
-        return (found[0] if wanted else None), before, found[stop:]
+        return (shares[0] if wanted else None), before, shares[stop:]
 
 
 def flat(state: State) -> Tensor:

@@ -50,8 +50,8 @@ def rows_of(rnn: BudgetedRNN, x: Tensor, before: State, dy: Gradient) -> Tensor:
         return torch.eye(n + 1, n, dtype=x.dtype, device=x.device).repeat(x.shape[1], 1, 1)
     weights = [w.detach().contiguous() for w in flat_weights(rnn)]
     each = len(weights) // rnn.num_layers
-    kind = cast(Kind, rnn.mode)
-    layers = [Weights.of(kind, weights[k : k + each]) for k in range(0, len(weights), each)]
+    mode = cast(Kind, rnn.mode)
+    layers = [Weights.of(mode, weights[k : k + each]) for k in range(0, len(weights), each)]
     state = tuple(s.detach().contiguous() for s in before)
     return range_map(layers, x.detach(), state, dy)
 
@@ -78,8 +78,8 @@ def range_map(
         length = len(block[0].gates)
         numbers = (n + 1) * samples * layers[0].hidden.shape[0]
         count = chunks or max(torch.get_num_threads(), min(_AT_ONCE // numbers, isqrt(2 * length)))
-        for found in _products(layers, block, losses, min(count, length)):
-            whole = found if whole is None else joined(found, whole)
+        for product in _products(layers, block, losses, min(count, length)):
+            whole = product if whole is None else joined(product, whole)
     assert whole is not None
     order = torch.arange(n, device=x.device).view(len(layers), parts, size)
     order = order.transpose(0, 1).flatten()
@@ -94,16 +94,16 @@ def _blocks(
     use = kernels(x.device.type, x.dtype, layers[0].size)
     for start in range(0, len(x), length):
         steps = slice(start, start + length)
-        y, found = x[steps], []
+        y, by_layer = x[steps], []
         for k, weights in enumerate(layers):
             kept = room_for(weights, y)
             h, c = before[k][0], before[k][1] if len(state) > 1 else None
             after, before[k] = run(weights, y, before[k], kept)
             states = torch.cat([h.unsqueeze(0), after[:-1]])
             known = None if kept is None else kept.gates
-            found.append(slopes(weights, y, states, after, c, use.gates, known))
+            by_layer.append(slopes(weights, y, states, after, c, use.gates, known))
             y = after
-        yield found, None if dy is None else dy[steps]
+        yield by_layer, None if dy is None else dy[steps]
 
 
 def _products(
@@ -127,16 +127,16 @@ def _back(layers: Sequence[Weights], block: list[Slopes], dy: Gradient, count: i
     if not last:
         hidden = layers[0].hidden
         return kernels(hidden.device.type, hidden.dtype, size).products(chunks[0], hidden, losses)
-    rows = _basis(layers, chunks[0].gates)
+    maps = _basis(layers, chunks[0].gates)
     for t in range(length - 1, -1, -1):
         if losses is not None:
-            rows[last][..., -1, :size] += losses[:, t]
+            maps[last][..., -1, :size] += losses[:, t]
         for k in range(last, 0, -1):
-            rows[k], below = pull_to_inputs(at_step(chunks[k], t), layers[k], rows[k])
-            rows[k - 1][..., -below.shape[-2] :, :size] += below
-        rows[0] = pull(at_step(chunks[0], t), layers[0].hidden, rows[0])
-    whole = torch.zeros_like(rows[0]).repeat(*(1,) * (rows[0].ndim - 1), len(rows))
-    for part, columns in zip(rows, whole.chunk(len(rows), -1), strict=True):
+            maps[k], below = pull_to_inputs(at_step(chunks[k], t), layers[k], maps[k])
+            maps[k - 1][..., -below.shape[-2] :, :size] += below
+        maps[0] = pull(at_step(chunks[0], t), layers[0].hidden, maps[0])
+    whole = torch.zeros_like(maps[0]).repeat(*(1,) * (maps[0].ndim - 1), len(maps))
+    for part, columns in zip(maps, whole.chunk(len(maps), -1), strict=True):
         columns[..., -part.shape[-2] :, :] = part
     return whole
 
@@ -144,9 +144,9 @@ def _back(layers: Sequence[Weights], block: list[Slopes], dy: Gradient, count: i
 def _basis(layers: Sequence[Weights], like: Tensor) -> list[Tensor]:
     """Return, for each layer, its own basis, zeros for the layers above, and a row for the loss."""
     n = layers[0].state_size
-    found = []
+    bases = []
     for above in range(len(layers) - 1, -1, -1):
-        rows = like.new_zeros(like.shape[0], like.shape[2], (above + 1) * n + 1, n)
-        rows.diagonal(dim1=-2, dim2=-1).fill_(1)
-        found.append(rows)
-    return found
+        basis = like.new_zeros(like.shape[0], like.shape[2], (above + 1) * n + 1, n)
+        basis.diagonal(dim1=-2, dim2=-1).fill_(1)
+        bases.append(basis)
+    return bases

@@ -25,16 +25,16 @@ from retrograde.scan.blelloch import pairs
 def joined(later: Tensor, earlier: Tensor) -> Tensor:
     """Return two ranges as one, of the shape of ``later``: (B, n + 1, n), or a gradient (B, 1, n),
     which goes through the later steps, then through the ``earlier`` ones (B, n + 1, n)."""
-    rows = later @ earlier[:, :-1]
-    rows[:, -1] += earlier[:, -1]
-    return rows
+    product = later @ earlier[:, :-1]
+    product[:, -1] += earlier[:, -1]
+    return product
 
 
-def scan(rows: Tensor, peers: Peers) -> Tensor | None:
+def scan(steps: Tensor, peers: Peers) -> Tensor | None:
     """Return the gradient that reaches this rank (B, 1, n); every rank has to call it.
 
     Args:
-        rows: this rank's steps (B, n + 1, n); on the last rank, the gradient of the state before
+        steps: those of this rank (B, n + 1, n); on the last rank, the gradient of the state before
             its steps (B, 1, n). The first rank's are not multiplied, only their shape is read.
         peers: the other ranks; RankError where one does not answer.
 
@@ -43,17 +43,17 @@ def scan(rows: Tensor, peers: Peers) -> Tensor | None:
     """
     end, index = peers.size - 1, peers.size - 1 - peers.rank
     levels = end.bit_length()  # ⌈log₂ p⌉
-    matrix = rows.new_empty(len(rows), rows.shape[-1] + 1, rows.shape[-1])
+    matrix = steps.new_empty(len(steps), steps.shape[-1] + 1, steps.shape[-1])
     firsts: dict[int, Tensor] = {}  # the product of a block's first half, by round
     for d in range(levels):
         for half, last in pairs(end, d):
             if index == half:
-                peers.send(rows, end - last)
+                peers.send(steps, end - last)
             elif index == last:
                 like = matrix if half >= 2**d else matrix[:, :1]
                 firsts[d] = peers.receive(like, end - half)
                 if last < end:  # else no rank reads it
-                    rows = joined(firsts[d], rows)
+                    steps = joined(firsts[d], steps)
     reached: Tensor | None = None
     for d in reversed(range(levels)):
         for half, last in pairs(end, d):

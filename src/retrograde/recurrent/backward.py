@@ -71,8 +71,8 @@ class LayerBackward:
             return self._in_one_loop(block, dy, g, dx)
         weights, known = self.weights, None if block.kept is None else block.kept.gates
         c, anew = block.c if block.kept is None else block.kept.cells[0], block.resets
-        given = weights, block.x, block.before, block.after, c, self.use.gates, known
-        steps = slopes(*given, anew)
+        arguments = weights, block.x, block.before, block.after, c, self.use.gates, known
+        steps = slopes(*arguments, anew)
         if self.chunk is not None:
             losses = None if dy is None else _laid(dy, g)
             g = self.use.scan(steps, weights.hidden, losses, g, self.chunk)
@@ -144,9 +144,9 @@ class LayerBackward:
             add_outer(gates, by, self.totals[name])
             return
         for part, other in zip(gates.split(_ROWS), by.split(_ROWS), strict=True):
-            found = torch.zeros_like(self.totals[name])
-            add_outer(part, other, found)
-            self.totals[name] += found
+            product = torch.zeros_like(self.totals[name])
+            add_outer(part, other, product)
+            self.totals[name] += product
 
 
 def _laid(dy: Tensor, like: Tensor) -> Tensor:

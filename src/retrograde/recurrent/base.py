@@ -129,15 +129,15 @@ class BudgetedRNN(nn.RNNBase):
         # As in torch's forward; only once, since a parametrization may count how often it is read.
         weights: Any = flat_weights(self, anew=True)
         data = input.data if isinstance(input, PackedSequence) else input
-        hidden, found = self._state_of(hx), None
+        hidden, outcome = self._state_of(hx), None
         asked = self._options() and torch.is_grad_enabled()
         if hidden is not None and asked and self._wants([data, *hidden, *weights]):
-            found = self._run(self._read(input, hidden, weights))
-        if hidden is not None and found is None and self._is_long(input):
-            found = self._read(input, hidden, weights).run_chained()
-        if found is None:
+            outcome = self._run(self._read(input, hidden, weights))
+        if hidden is not None and outcome is None and self._is_long(input):
+            outcome = self._read(input, hidden, weights).run_chained()
+        if outcome is None:
             return super(BudgetedRNN, over_weights(self, weights, type(self))).forward(input, hx)
-        return self._laid_out(input, *found)
+        return self._laid_out(input, *outcome)
 
     @uncompiled
     def _forward_anew(self, input: Any, hx: Any, reset: Any, reset_state: Any) -> Any:
@@ -193,12 +193,12 @@ class BudgetedRNN(nn.RNNBase):
         self._check_asked(memory)
         call = self._call_of(input, hx)
         call.check_measurable()
-        found = find_plan(call, memory).fit
-        assert found is not None
+        fit = find_plan(call, memory).fit
+        assert fit is not None
         units = (self.proj_size or self.hidden_size) * (1 + self.bidirectional)
         outputs = call.x.shape[:-1].numel() * units * call.x.element_size()
         gradients = bytes_of_gradients((call.x, *call.state, *self.parameters()))
-        return replace(found, beside_bytes=2 * outputs + gradients)
+        return replace(fit, beside_bytes=2 * outputs + gradients)
 
     def extra_repr(self) -> str:
         """Return torch's own text, and the options that are set."""
@@ -233,9 +233,9 @@ class BudgetedRNN(nn.RNNBase):
                 "backward; leave one out"
             )
         if self.bidirectional and (self.schedule is not None or (asked and memory is not None)):
-            given = f"memory={memory!r} and backward='scan'" if asked else "a schedule"
+            refused = f"memory={memory!r} and backward='scan'" if asked else "a schedule"
             raise CellError(
-                f"got {given} for two directions, which do not run in ranges of steps: expected "
+                f"got {refused} for two directions, which do not run in ranges of steps: expected "
                 "memory= or backward='scan' alone, or one direction; leave one out"
             )
         if self.schedule is not None:
@@ -277,10 +277,10 @@ class BudgetedRNN(nn.RNNBase):
         """Return the call with these arguments, with the weights as they were last computed."""
         hidden, entry = self._state_of(hx), self._state_of(reset_state)
         if hidden is None or entry is None:
-            given = hx if hidden is None else reset_state
+            wrong = hx if hidden is None else reset_state
             raise InputError(
                 f"the {'initial' if hidden is None else 'reset'} state is a "
-                f"{type(given).__name__}: expected "
+                f"{type(wrong).__name__}: expected "
                 + ("the pair (h, c)" if self.mode == "LSTM" else "a tensor")
             )
         call = self._read(input, hidden, weights)

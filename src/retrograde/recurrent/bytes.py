@@ -17,7 +17,7 @@ from retrograde.kernels.cpu.llvm.barrier import MANY_SAMPLES, parts_of_units
 from retrograde.kernels.cpu.llvm.tiles import PANEL, whole_vectors
 from retrograde.kernels.cpu.products import room_of_outer, room_of_product, threads_with_room
 from retrograde.kernels.cpu.sweep import numbers_of_sweep
-from retrograde.plan.fit import Curve
+from retrograde.plan.footprint import Curve
 
 #: What runs the layers. ``"loops"`` is one loop for a whole backward pass. ``"sweeps"`` is loops
 #: for the recurrence, and matrix products for the rest. ``"in place"`` is the same, but reads the
@@ -108,8 +108,8 @@ class Layer:
 
     def advance(self, pass_rows: int) -> int:
         """Return the working bytes of running any number of steps without recording."""
-        rows = max(pass_rows, self.batch)
-        return (self._pass(pass_rows) + rows * (2 * self.width + self.size)) * self.item
+        most = max(pass_rows, self.batch)
+        return (self._pass(pass_rows) + most * (2 * self.width + self.size)) * self.item
 
     def span(self, rows: int, *, kept: bool, tight: bool = False, first: bool = True) -> int:
         """Return the peak bytes of a span; if ``tight``, it is of unequal ones, maybe the first."""
@@ -203,18 +203,18 @@ class Layer:
         each = max(room_of_product(rows, max(terms), PANEL + 1, turned=True), outer)
         return threads_with_room(work, self.threads) * each
 
-    def _pass(self, rows: int) -> int:
+    def _pass(self, pass_rows: int) -> int:
         """Return the numbers that a forward pass allocates."""
         gates = self.form.gates * self.size
         if self.forward_by == "torch":
             assert self.vendor is not None
-            steps = -(-rows // self.batch)
+            steps = -(-pass_rows // self.batch)
             return -(-int(self.vendor(steps)) // self.item) if steps else 0
-        given = self.form, self.batch, self.size, self._parts_onward
-        numbers = Forward.numbers(*given, in_panels=self.forward_by == "loops")
-        numbers += self._room(rows, self.width)
+        shape = self.form, self.batch, self.size, self._parts_onward
+        numbers = Forward.numbers(*shape, in_panels=self.forward_by == "loops")
+        numbers += self._room(pass_rows, self.width)
         if not self.form.gates == self.form.states == 1:
-            numbers += rows * gates
+            numbers += pass_rows * gates
         return numbers
 
     def _fixed(self, rows: int) -> int:

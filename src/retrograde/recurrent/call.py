@@ -82,10 +82,10 @@ class Call:
         weight, module = self.weights[1], self.module
         if module.backward == "scan" or not has_slopes(self.nets(self.weights)[0]):
             return False
-        kind = weight.device.type
-        if kind == "cpu":
+        device = weight.device.type
+        if device == "cpu":
             return weight.dtype in (torch.float32, torch.float64)
-        compiled = kernels(kind, weight.dtype, module.hidden_size).name == "triton"
+        compiled = kernels(device, weight.dtype, module.hidden_size).name == "triton"
         return compiled and self.sizes is None
 
     def nets(self, weights: Tensors) -> list[Layers]:
@@ -139,8 +139,8 @@ class Call:
         x, finals = self.x, []
         nets = self.nets(_apart(self.weights))
         for number, (net, state) in enumerate(zip(nets, self.states(), strict=True)):
-            given = self.masks(number, place), self.anew(number)
-            x, final = self._run(*plan.parts[number], net, x, state, *given)
+            arguments = self.masks(number, place), self.anew(number)
+            x, final = self._run(*plan.parts[number], net, x, state, *arguments)
             finals.append(final)
         if len(finals) == 1:
             return x, tuple(finals[0])
@@ -151,9 +151,9 @@ class Call:
         state: Tensors, masks: Dropout | None, resets: SequenceResets | None,
     ) -> tuple[Tensor, Tensors]:  # fmt: skip
         """Run one recurrence by a schedule. Returns the outputs and the last state."""
-        held = isinstance(runner, HeldPlan)
-        layout = Rows(self.length, self.sizes, numbered=masks is not None and not held)
-        net = laid_out(net, apart=held or masks is not None)
+        is_held = isinstance(runner, HeldPlan)
+        layout = Rows(self.length, self.sizes, numbered=masks is not None and not is_held)
+        net = laid_out(net, apart=is_held or masks is not None)
         core: Core
         if runner is None:
             (y,), final = Fused(net, dropout=masks)(layout.read([x])[0 : self.length], state)
@@ -162,7 +162,7 @@ class Call:
             core = HeldLayers(net, layout, self.batch, runner, masks=masks, resets=resets)
         else:
             core = Fused(net, runner, masks)
-        if held or torch.is_grad_enabled():
+        if is_held or torch.is_grad_enabled():
             (y,), final = run_schedule(core, schedule, [x], state, layout)
         else:
             (y,), final = run_without_gradient(core, layout.read([x]), state, layout)
@@ -170,7 +170,7 @@ class Call:
 
     def shapes(self) -> Any:
         """Return everything that the bytes of a range depend on, except its length."""
-        module, x, kind = self.module, self.x, self.x.device.type
+        module, x, device = self.module, self.x, self.x.device.type
         resets = None if self.resets is None else [t.requires_grad for t in self.resets.state]
         return (
             repr(resets),
@@ -181,7 +181,7 @@ class Call:
             *((t.is_contiguous(), t.stride(-1), 0 in t.stride()) for t in (x, *self.state)),
             *((t.dtype, t.requires_grad) for t in (x, *self.state)),
             *((w.dtype, w.requires_grad, w.is_contiguous()) for w in self.weights),
-            (x.device, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)),
+            (x.device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)),
             torch.get_num_threads(),  # each thread has a buffer of its own
         )
 

@@ -72,18 +72,18 @@ class LayerPass:
         core, tape, emits = self.core, self.tape, emit not in (None, discard)
         spans = core.spans(self.track, tape.start, tape.stop)
         if not self.is_top:
-            rows = sum(span.rows for span in spans)
-            tape.below.append(tape.state_after[0].new_empty(rows, core.size))
+            row_count = sum(span.rows for span in spans)
+            tape.below.append(tape.state_after[0].new_empty(row_count, core.size))
         run = LayerForward(core.forward, self.weights, core.block)
         for span in spans:
             key, keeps, room = (self.track, self.layer, span), self._keeps(span), None
             if core.form.others and not keeps:
                 tape.marks[key] = self.state(span)[1].clone()
             if self.is_top and emit is None and core.follows:
-                found = self.follow(span)
-                if keeps and found is not None:
-                    tape.kept[key] = found
-                del found  # before the next ones are made
+                kept = self.follow(span)
+                if keeps and kept is not None:
+                    tape.kept[key] = kept
+                del kept  # before the next ones are made
                 continue
             x = self.given(span)
             if keeps and (room := room_for(self.weights, x)) is not None:
@@ -243,7 +243,7 @@ class HeldLayers(Core):
         self, inputs: Inputs, start: int, stops: Sequence[int], state: Tensors, emit: Emit | None
     ) -> list[Tensors]:
         """Run a few steps at a time through all layers; memory does not grow with their number."""
-        tape, found = self._tape(inputs, start, stops[-1], state), []
+        tape, states = self._tape(inputs, start, stops[-1], state), []
         layers, after = self._passes(inputs, tape), tape.state_after
         top, emits = layers[-1], emit not in (None, discard)
         follows = emit is None and self.count == 1 and self.follows
@@ -261,8 +261,8 @@ class HeldLayers(Core):
                         direct = one is top and emits
                         y = top.outputs(span) if direct else x.new_empty(*x.shape[:-1], self.size)
                         run(x, one.state(span), y, None, one.resets(span))
-            found.append(after if b == stops[-1] else [s.clone() for s in after])
-        return found
+            states.append(after if b == stops[-1] else [s.clone() for s in after])
+        return states
 
     @paced
     @torch.no_grad()
@@ -286,18 +286,18 @@ class HeldLayers(Core):
     @paced
     @torch.no_grad()
     def backpropagate(self, tape: Any, gradients: Gradients) -> None:
-        given = [
+        ends = [
             torch.zeros_like(t) if g is None else g
             for t, g in zip(tape.state_after, gradients.states, strict=True)
         ]
-        g = torch.cat([s.to(self.real) for s in given], -1)
+        g = torch.cat([s.to(self.real) for s in ends], -1)
         if self.resets is not None:
             self.to_entries = torch.zeros_like(self.resets.entries)
         for number in range(len(self.tracks)):
             own = slice(number * self.count, (number + 1) * self.count)
             self._backpropagate(tape, gradients, number, g[own])
         dtype = tape.first[0].dtype
-        parts = g.tensor_split([self.size], -1)[: len(given)]
+        parts = g.tensor_split([self.size], -1)[: len(ends)]
         gradients.states = [part.to(dtype).contiguous() for part in parts]
         if self.resets is not None and self.to_entries is not None:
             totals = {id(t): g for t, g in zip(self.parameters, gradients.parameters, strict=True)}
@@ -359,8 +359,8 @@ class HeldLayers(Core):
         """Return a span's rows of a tensor over all steps (L, n, …), in the order of the steps."""
         if self.sizes is None:
             return t[span.start : span.stop]
-        rows = t[self.rows.offsets[span.start] : self.rows.offsets[span.stop]]
-        return rows.view(len(span), span.samples, -1)
+        offsets = self.rows.offsets
+        return t[offsets[span.start] : offsets[span.stop]].view(len(span), span.samples, -1)
 
     def columns(self, t: Tensor, number: int, span: Span) -> Tensor:
         """Return a span's rows for one track, from a tensor that has the tracks side by side."""
@@ -383,12 +383,12 @@ class HeldLayers(Core):
         """Return, for each layer, the sums of its weights' gradients by name. A frozen weight gets
         a sum of its own, which is discarded."""
         known = {id(w): t for w, t in zip(self.parameters, parameters, strict=True)}
-        found = []
+        by_layer = []
         parts = self.net.parts[number * self.count :]
         for weights, part in zip(self.tracks[number], parts, strict=False):
             totals = {}
-            for (name, w), given in zip(weights.tensors().items(), part.weights, strict=True):
-                total = known.get(id(given))
+            for (name, w), weight in zip(weights.tensors().items(), part.weights, strict=True):
+                total = known.get(id(weight))
                 totals[name] = torch.zeros_like(w, dtype=self.real) if total is None else total
-            found.append(totals)
-        return found
+            by_layer.append(totals)
+        return by_layer

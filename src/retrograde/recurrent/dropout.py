@@ -104,13 +104,13 @@ def _dropped(x: Tensor, seeds: Tensor, p: float) -> Tensor:
     width = x.shape[-1]
     columns = torch.arange(width, dtype=torch.int32, device=x.device) * _SPREAD
     words = seeds.view(torch.int32).view(-1, 2, 1)
-    rows = max(1, _ELEMENTS.get(x.device.type, _ELEMENTS["cuda"]) // width)
-    parts = (t.split(rows) for t in (words, x.reshape(-1, width), out.view(-1, width)))
-    for word, given, kept in zip(*parts, strict=True):
+    few = max(1, _ELEMENTS.get(x.device.type, _ELEMENTS["cuda"]) // width)
+    parts = (t.split(few) for t in (words, x.reshape(-1, width), out.view(-1, width)))
+    for word, values, kept in zip(*parts, strict=True):
         v = word[:, 0] + columns
         v = v.bitwise_xor_(_shifted(v, 16, 32)).mul_(_SHORT_1).add_(word[:, 1])
         v = v.bitwise_xor_(_shifted(v, 15, 32)).mul_(_SHORT_2)
         v = v.bitwise_xor_(_shifted(v, 16, 32))
         keep = v >= round(p * 2**32) - 2**31
-        torch.mul(given, keep, out=kept).div_(1 - p)
+        torch.mul(values, keep, out=kept).div_(1 - p)
     return out

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 
 from retrograde.errors import BudgetError
 from retrograde.kernels import kernels
-from retrograde.plan.fit import Curve, Fit, Footprint, Highest, fit, predict_peak_bytes
+from retrograde.plan.fit import Fit, fit, predict_peak_bytes
+from retrograde.plan.footprint import Curve, Footprint, Highest
 from retrograde.recurrent.dropout import Dropout
 from retrograde.recurrent.fused import Fused, has_slopes, run_held
 from retrograde.recurrent.vendor import Kernel, Layers, run_torch
@@ -84,11 +85,11 @@ def candidate(
 
 def candidates(net: Layers, batch: int) -> list[Candidate]:
     """Return the cores that can run layers of one direction: by torch's kernels, and by ours."""
-    weight, found = net.weights[1], [candidate(net, batch)]
+    weight, several = net.weights[1], [candidate(net, batch)]
     use = kernels(weight.device.type, weight.dtype, weight.shape[1])
     if has_slopes(net) and use.backward is not None:
-        found.append(candidate(net, batch, run_held))
-    return found
+        several.append(candidate(net, batch, run_held))
+    return several
 
 
 def footprints(
@@ -97,13 +98,13 @@ def footprints(
 ) -> list[Footprint]:  # fmt: skip
     """Measure each candidate as :func:`footprint` does, which explains ``first``. The bytes of
     ordinary backpropagation are measured on the first candidate."""
-    found: list[Footprint] = []
+    measured: list[Footprint] = []
     ordinary: Curve | Highest | None = None
     for core, costs in several:
         sizes = footprint(core, inputs, state, ordinary=ordinary, memory=memory, first=first)
         ordinary = sizes.ordinary
-        found.append(replace(sizes, **costs))
-    return found
+        measured.append(replace(sizes, **costs))
+    return measured
 
 
 def fit_measured(
@@ -114,12 +115,12 @@ def fit_measured(
     the predicted peak is within the budget. Raises BudgetError if even the smallest schedule does
     not fit."""
     while True:
-        found = fit(len(inputs), memory, sizes)
-        if found.ordinary or not core.records_ranges or sizes.even:
-            return found, sizes
-        sizes = measured_for(found.schedule, sizes, core, inputs, state)
-        if predict_peak_bytes(found.schedule, sizes) <= found.budget_bytes:
-            return found, sizes
+        fitted = fit(len(inputs), memory, sizes)
+        if fitted.ordinary or not core.records_ranges or sizes.even:
+            return fitted, sizes
+        sizes = measured_for(fitted.schedule, sizes, core, inputs, state)
+        if predict_peak_bytes(fitted.schedule, sizes) <= fitted.budget_bytes:
+            return fitted, sizes
 
 
 def fit_fastest(
@@ -137,12 +138,12 @@ def fit_fastest(
             break
         core = several[number].core
         try:
-            found, sizes[number] = fit_measured(core, inputs, state, memory, sizes[number])
+            fitted, sizes[number] = fit_measured(core, inputs, state, memory, sizes[number])
         except BudgetError as refusal:
             refusals.append(refusal)
             continue
-        if best is None or found.time < best[1].time:
-            best = number, found
+        if best is None or fitted.time < best[1].time:
+            best = number, fitted
     if best is None:
         raise min(refusals, key=lambda refusal: refusal.minimum_bytes)
     return best[0], replace(best[1], minimum_bytes=min(minimum, best[1].minimum_bytes))

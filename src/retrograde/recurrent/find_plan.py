@@ -20,7 +20,8 @@ import torch
 
 from retrograde.errors import BudgetError
 from retrograde.kernels.cells import Weights
-from retrograde.plan.fit import Curve, Fit, Footprint, refusal
+from retrograde.plan.fit import Fit, refusal
+from retrograde.plan.footprint import Curve, Footprint
 from retrograde.recurrent.bytes import Backend, Layer, stacked, sums_at_once
 from retrograde.recurrent.call import Call, Plan
 from retrograde.recurrent.dropout import Place
@@ -56,20 +57,20 @@ def find_plan(call: Call, memory: Memory) -> Plan:
 def fit_held(call: Call, memory: Memory | None) -> Plan:
     """Return the plan of held layers within a budget; raises as :func:`find_plan`."""
     call.check_measurable()
-    rows = Rows(call.length, call.sizes)
-    lengths = Sequences(call.length, call.batch, None if call.sizes is None else rows.offsets)
+    layout = Rows(call.length, call.sizes)
+    lengths = Sequences(call.length, call.batch, None if call.sizes is None else layout.offsets)
     ordinary = _ordinary(call, memory)
     usual = ordinary(call.length, len(call.x))
     planner = _held_planner(call, ordinary, memory)
-    held, found = planner.fit(lengths, memory, usual, partial(measure_whole, call))
+    plan, fit = planner.fit(lengths, memory, usual, partial(measure_whole, call))
     # Between measured lengths bytes are guessed.
-    while held is not None and held.forward_by == "torch":
-        steps = min(call.length, max(1, held.block // call.batch))
+    while plan is not None and plan.forward_by == "torch":
+        steps = min(call.length, max(1, plan.block // call.batch))
         if steps in dict(cast(Curve, planner.layers[0].vendor).points):
             break
         planner = _measured_at(planner, call, steps)
-        held, found = planner.fit(lengths, memory, found.ordinary_bytes)
-    return _plan(call, held, found)
+        plan, fit = planner.fit(lengths, memory, fit.ordinary_bytes)
+    return _plan(call, plan, fit)
 
 
 def _held_planner(call: Call, ordinary: Ordinary, memory: Memory | None) -> Planner:
@@ -121,13 +122,13 @@ def _held_planner(call: Call, ordinary: Ordinary, memory: Memory | None) -> Plan
 
 def _of_layers(call: Call, find: Callable[[Weights, Tensors], Any]) -> list[Any]:
     """Return what is found of each layer, given its weights and a state."""
-    found = []
+    by_layer = []
     for net in call.nets(call.weights):
         for one in net.parts[: net.count]:
             weights = Weights.of(net.mode, [w.detach() for w in laid_out(one).weights])
             state = [call.x.new_zeros(call.batch, weights.size) for _ in call.state]
-            found.append(find(weights, state))
-    return found
+            by_layer.append(find(weights, state))
+    return by_layer
 
 
 def _measured_at(planner: Planner, call: Call, steps: int) -> Planner:
@@ -215,12 +216,12 @@ def _fit_whole(call: Call, memory: Memory) -> Plan:
     return _plan(call, None, ordinary_fit(call.length, peak_bytes=usual, **told))
 
 
-def _plan(call: Call, held: HeldPlan | None, fit: Fit) -> Plan:
-    """Return a plan that runs each recurrence alike; torch's own module if ``held`` is None. It
+def _plan(call: Call, plan: HeldPlan | None, fit: Fit) -> Plan:
+    """Return a plan that runs each recurrence alike; torch's own module if ``plan`` is None. It
     runs layer by layer if there is dropout, whose masks are the same at every budget."""
     layers = call.module.num_layers if call.bidirectional else 1
     masked = call.has_dropout and (call.runs_held or not call.bidirectional)
-    parts = ((held, fit.schedule),) * layers if held or masked else ()
+    parts = ((plan, fit.schedule),) * layers if plan or masked else ()
     counts = {name: layers * getattr(fit, name) for name in ("forward_steps", "calls", "time")}
     return Plan(parts, replace(fit, **counts))
 
@@ -237,8 +238,8 @@ def _extra_bytes(call: Call) -> int:
 
 def _mask_bytes(call: Call) -> int:
     """Return what masks by place take beside torch's: a seed a row, and what is drawn at a time."""
-    rows, wide = call.x[..., 0].numel(), (1 + call.bidirectional) * call.module.hidden_size
-    return call.has_dropout * (rows * (wide * call.x.element_size() + 8) + 64 * len(call.weights))
+    count, wide = call.x[..., 0].numel(), (1 + call.bidirectional) * call.module.hidden_size
+    return call.has_dropout * (count * (wide * call.x.element_size() + 8) + 64 * len(call.weights))
 
 
 def _ordinary(call: Call, memory: Memory | None) -> Ordinary:

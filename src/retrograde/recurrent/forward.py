@@ -11,7 +11,7 @@ from torch import Tensor
 
 from retrograde.kernels import kernels
 from retrograde.kernels.cells import Kept, Resets, Weights
-from retrograde.plan.fit import Curve
+from retrograde.plan.footprint import Curve
 from retrograde.recurrent.bytes import FORWARD_BYTES
 from retrograde.recurrent.vendor import Layers, run_torch
 from retrograde.replay.trees import Tensors
@@ -94,8 +94,8 @@ def run_by_torch(weights: Weights, x: Tensor, state: Tensors, y: Tensor) -> None
     biases = [b for b in (weights.bias_inputs, weights.bias_hidden) if b is not None]
     net = Layers(weights.kind, [weights.inputs, weights.hidden, *biases], 1, bool(biases))
     before = [s.unsqueeze(0).contiguous() for s in state]
-    found, after = run_torch(net, x, before, None)
-    y.copy_(found)
+    outputs, after = run_torch(net, x, before, None)
+    y.copy_(outputs)
     for s, new in zip(state, after, strict=True):
         s.copy_(new.squeeze(0))
 

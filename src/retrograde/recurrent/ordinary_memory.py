@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from retrograde.plan.fit import Highest
+from retrograde.plan.footprint import Highest
 from retrograde.recurrent.call import Call
 from retrograde.recurrent.weights import over_weights, stand_ins
 from retrograde.sizes.ordinary import expanded, grows_evenly, measure_pass, ordinary_curve
@@ -72,15 +72,15 @@ def _taker(
     shell = over_weights(call.module, stand_ins(call.weights))
 
     def measured(steps: int) -> tuple[int, int]:
-        given: Any = x[: steps * batch] if packed else x[:steps, :batch]
+        inputs: Any = x[: steps * batch] if packed else x[:steps, :batch]
         if by_sample:  # as the whole input lies
-            given = given.transpose(0, 1).contiguous().transpose(0, 1)
-        leaf = given.detach().requires_grad_(call.x.requires_grad)
-        given = leaf.transpose(0, 1) if shell.batch_first else leaf
+            inputs = inputs.transpose(0, 1).contiguous().transpose(0, 1)
+        leaf = inputs.detach().requires_grad_(call.x.requires_grad)
+        inputs = leaf.transpose(0, 1) if shell.batch_first else leaf
         if packed:
             order = torch.arange(batch, device=x.device) if call.sorts else None
             sizes = call.sizes if whole else torch.full((steps,), batch, device="cpu")
-            given = PackedSequence(leaf, sizes, order, order)
+            inputs = PackedSequence(leaf, sizes, order, order)
         if leaf.requires_grad and not leaf.is_contiguous():  # autograd copies the gradient
             leaf.register_hook(lambda g: torch.empty_like(leaf).copy_(g))
         handed: list[Any] = []  # the tensors that the caller would be handed
@@ -88,7 +88,7 @@ def _taker(
         def forward() -> None:
             kept = tuple(s.detach().clone().requires_grad_(s.requires_grad) for s in state)
             hx: Any = (kept if shell.mode == "LSTM" else kept[0]) if kept else None
-            handed.extend((*shell.forward(given, hx), kept))
+            handed.extend((*shell.forward(inputs, hx), kept))
 
         def backward() -> None:
             outputs, final, kept = handed
@@ -96,8 +96,8 @@ def _taker(
             roots = [t for t in (outputs.data if packed else outputs, *ends) if t.requires_grad]
             seeds = [like(t) for t in roots]
             wanted = [t for t in (leaf, *kept, *flat_weights(shell)) if t.requires_grad]
-            found = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
-            handed.extend((seeds, found))
+            gradients = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
+            handed.extend((seeds, gradients))
             torch.clear_autocast_cache()  # of the weights' casts, which count
 
         torch.clear_autocast_cache()

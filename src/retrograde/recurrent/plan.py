@@ -15,7 +15,8 @@ from functools import cache, cached_property, partial
 from itertools import cycle
 from math import ceil, inf
 
-from retrograde.plan.fit import Curve, Fit, Footprint, fit, refusal, whole_fit
+from retrograde.plan.fit import Fit, fit, refusal, whole_fit
+from retrograde.plan.footprint import Curve, Footprint
 from retrograde.plan.steps.closed_form import hsm_cost
 from retrograde.recurrent.bytes import Backend, Layer
 from retrograde.recurrent.spans import Sequences
@@ -135,11 +136,11 @@ class Planner:
         batch = self.layers[0].batch
         longest = steps = max(1, min(self.most // batch, lengths.length))
         curves = [dict(one.vendor.points) for one in self.layers if one.vendor is not None]
-        found = {n for n in (curves[0] if curves else ()) if all(n in one for one in curves)}
+        counts = {n for n in (curves[0] if curves else ()) if all(n in one for one in curves)}
         while steps > 1 and not (certain and curves):
-            found.add(steps)
+            counts.add(steps)
             steps = steps * 2 // 3
-        return [n * batch for n in sorted({1, *found}, reverse=True) if n <= longest]
+        return [n * batch for n in sorted({1, *counts}, reverse=True) if n <= longest]
 
     def _run_by(self, plan: HeldPlan) -> list[list[Layer]]:
         """Return the layers of every recurrence, run as a plan says."""
@@ -197,12 +198,12 @@ class Planner:
             return [HeldPlan(0, forward_by="torch", backward_by=(layer.forward_by,) * count)]
         sweeps: tuple[Backend, ...] = tuple(["sweeps"] * count)
         placed: tuple[Backend, ...] = tuple(["in place"] * count)
-        found = [HeldPlan(0)]
+        means = [HeldPlan(0)]
         if layer.loops and layer.form.step is None:
-            found.append(HeldPlan(0, backward_by=sweeps))
+            means.append(HeldPlan(0, backward_by=sweeps))
         for lower in range(1, count + 1):
-            found.append(HeldPlan(0, backward_by=placed[:lower] + sweeps[lower:]))
-        return [*found, HeldPlan(0, forward_by="in place", backward_by=placed)]
+            means.append(HeldPlan(0, backward_by=placed[:lower] + sweeps[lower:]))
+        return [*means, HeldPlan(0, forward_by="in place", backward_by=placed)]
 
     def _in_ranges(
         self, lengths: Sequences, blocks: list[int], budget: int, told: dict[str, int]
@@ -210,14 +211,14 @@ class Planner:
         """Return a plan in ranges of steps. First the means and the length of a span are chosen, by
         nominal time. For this, ranges have equal length and Revolve decides which of them are
         recomputed. Then the ranges themselves are planned."""
-        found: list[tuple[float, HeldPlan, Footprint]] = []
+        timed: list[tuple[float, HeldPlan, Footprint]] = []
         for means in self._means:
             for block in blocks:
                 plan = replace(means, block=block)
                 sizes = self._footprint(plan, lengths, told["ordinary_bytes"])
                 if sizes.minimum_bytes() <= budget:
-                    found.append((self._time_in_ranges(lengths, plan, budget, sizes), plan, sizes))
-        _, plan, sizes = min(found, key=lambda one: one[0])
+                    timed.append((self._time_in_ranges(lengths, plan, budget, sizes), plan, sizes))
+        _, plan, sizes = min(timed, key=lambda one: one[0])
         fits = fit(lengths.length, budget, sizes)
         return plan, replace(fits, minimum_bytes=told["minimum_bytes"])
 
@@ -336,11 +337,11 @@ class Planner:
         later = max(one.span(block, kept=False) for one in layers) - top.gates(block)
         work = max(*(one.span(block, kept=True) for one in layers), later)
         work += sum(one.fixed(block) for one in layers)
-        along, rows = top.along(block), top.pass_rows(block)
+        along, pass_rows = top.along(block), top.pass_rows(block)
         forward, keeping = (
-            max(along, *(one.forward(block, n) for one in layers)) for n in (rows, 0)
+            max(along, *(one.forward(block, n) for one in layers)) for n in (pass_rows, 0)
         )
-        advance = sum(one.advance(rows) for one in layers)
+        advance = sum(one.advance(pass_rows) for one in layers)
         if len(layers) == 1:
             advance = max(advance, along + top.gates(block))
         advance += state
@@ -379,13 +380,13 @@ class Planner:
         passed their spans."""
         nets, both = self._run_by(plan), self._both
         layers = [one for net in nets for one in net]
-        rows = threads = lengths.largest(plan.block)
+        most = threads = lengths.largest(plan.block)
         spans = 1 + (len(plan.steps) or lengths.spans(plan.block))  # one begins with kept gates
-        held = sum(one.mark(spans) + one.below(lengths.rows) + 2 * one.state for one in layers)
-        held += self._between(lengths) + self.extra + self.copied
+        lasting = sum(one.mark(spans) + one.below(lengths.rows) + 2 * one.state for one in layers)
+        lasting += self._between(lengths) + self.extra + self.copied
         if lengths.offsets is not None:  # with fewer sequences a thread may have more rows
-            threads = max(rows, min(plan.block, _THREAD_ROWS))
-            held += held // 64 + _THREAD_ROWS * layers[0].item
+            threads = max(most, min(plan.block, _THREAD_ROWS))
+            lasting += lasting // 64 + _THREAD_ROWS * layers[0].item
 
         @cache
         def backward(rows: int, **of: bool) -> int:
@@ -393,7 +394,7 @@ class Planner:
             fixed = [sum(one.fixed(threads) for one in net) for net in nets]
             return max(map(int.__add__, spans, fixed))
 
-        forward = max(one.forward(rows, one.pass_rows(rows)) for one in layers)
+        forward = max(one.forward(most, one.pass_rows(most)) for one in layers)
         if plan.steps:  # when a span goes back, the marks of later ones are free
             mark, batch = sum(one.mark(1) for one in layers), layers[0].batch
             tight = partial(backward, kept=False, tight=True)
@@ -402,8 +403,8 @@ class Planner:
             first = later = max(forward, *each)
         else:
             alone = not both and len(layers) == 1  # no forward pass runs while its gates are kept
-            first = max(layers[0].forward(rows, 0) if alone else forward, backward(rows, kept=True))
-            later = max(forward, backward(rows, kept=False))
+            first = max(layers[0].forward(most, 0) if alone else forward, backward(most, kept=True))
+            later = max(forward, backward(most, kept=False))
 
         def peak(kept: int) -> int:
             last = lengths.last(kept, both)
@@ -411,6 +412,6 @@ class Planner:
             # The gates of another track, or of a lower layer, wait while others are backpropagated.
             waiting = sum(lower) + (ceil(top / 2) if both else 0)
             after = later if kept < lengths.length else first
-            return held + max(sum(lower) + top + first, waiting + after)
+            return lasting + max(sum(lower) + top + first, waiting + after)
 
         return peak

@@ -52,9 +52,9 @@ def read_starts(reset: Any, input: Any, batch_first: bool, both: bool) -> Tensor
         starts, shape = reset, input.shape[:-1]
         expected = f"a bool tensor {tuple(shape)}"
     if not isinstance(starts, Tensor) or starts.dtype != torch.bool or starts.shape != shape:
-        given = f"{starts.dtype} {tuple(starts.shape)}" if isinstance(starts, Tensor) else "other"
+        actual = f"{starts.dtype} {tuple(starts.shape)}" if isinstance(starts, Tensor) else "other"
         raise InputError(
-            f"reset is a {type(reset).__name__} ({given}): expected {expected}, which is true "
+            f"reset is a {type(reset).__name__} ({actual}): expected {expected}, which is true "
             "before each step at which a sample begins anew"
         )
     if sizes is None:

@@ -54,12 +54,12 @@ def cut(
     if sizes is not None:
         changes = (t for t in range(start + 1, stop) if sizes[t] != sizes[t - 1])
         bounds = [start, *changes, stop]
-    found = []
+    spans = []
     for first, last in pairwise(bounds):
         count = samples if sizes is None else sizes[first]
         steps = max(1, block // max(1, count))
-        found += [Span(a, min(a + steps, last), count) for a in range(first, last, steps)]
-    return found
+        spans += [Span(a, min(a + steps, last), count) for a in range(first, last, steps)]
+    return spans
 
 
 @dataclass(frozen=True)

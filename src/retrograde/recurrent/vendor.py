@@ -94,8 +94,8 @@ def _chained(
     """Run several calls, each of which starts from the state where the one before ended."""
     outputs: Tensors = []
     parts = x.split(MOST_STEPS) if sizes is None else sizes.split(MOST_STEPS)
-    rows = parts if sizes is None else x.split([int(part.sum()) for part in parts])
-    for own, part in zip(rows, parts, strict=True):
+    inputs = parts if sizes is None else x.split([int(part.sum()) for part in parts])
+    for own, part in zip(inputs, parts, strict=True):
         y, state = run_alive(run_torch, net, own, state, None if sizes is None else part)
         outputs.append(y)
     return torch.cat(outputs), state
@@ -159,12 +159,12 @@ class _Laid(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, net: Layers, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        found, each = [w.detach() for w in weights], len(weights) // net.count
-        (rows, size), inputs = weights[1].shape, weights[0].shape[1]
-        hidden = rows // {"LSTM": 4, "GRU": 3}.get(str(net.mode), 1)
+        detached, each = [w.detach() for w in weights], len(weights) // net.count
+        (gate_rows, size), inputs = weights[1].shape, weights[0].shape[1]
+        hidden = gate_rows // {"LSTM": 4, "GRU": 3}.get(str(net.mode), 1)
         projected, number = size if each % 2 else 0, _NUMBERS[cast(Mode, net.mode)]
-        lay_out(found, each, inputs, number, hidden, projected, net.count, False, False)
-        return tuple(found)
+        lay_out(detached, each, inputs, number, hidden, projected, net.count, False, False)
+        return tuple(detached)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -19,14 +19,14 @@ TORCHS_OWN: tuple[type[nn.RNNBase], ...] = (nn.RNN, nn.GRU, nn.LSTM)
 
 
 def over_weights(
-    module: nn.RNNBase, weights: Sequence[Tensor], kind: type[nn.RNNBase] | None = None
+    module: nn.RNNBase, weights: Sequence[Tensor], shell_class: type[nn.RNNBase] | None = None
 ) -> Any:
     """Return a shell of a module over given weights (in torch's order), with its options and mode.
-    ``kind`` None means torch's own class. The shell computes no weights. Only its ``forward`` may
-    be called, since a call would run the module's hooks. In ``eval()`` mode the shell drops
-    nothing, but it trains if gradients are recorded: cuDNN refuses any other backward pass."""
-    kind = kind or next(c for c in type(module).__mro__ if c in TORCHS_OWN)
-    shell: Any = kind.__new__(kind)
+    ``shell_class`` None means torch's own class. The shell computes no weights. Only its
+    ``forward`` may be called, since a call would run the module's hooks. In ``eval()`` mode it
+    drops nothing, but trains if gradients are recorded: cuDNN refuses any other backward pass."""
+    shell_class = shell_class or next(c for c in type(module).__mro__ if c in TORCHS_OWN)
+    shell: Any = shell_class.__new__(shell_class)
     vars(shell).update(vars(module))
     give_flat_weights(shell, weights)
     vars(shell).pop("forward", None)
@@ -43,7 +43,7 @@ def stand_ins(weights: Sequence[Tensor]) -> list[Tensor]:
 def last_weights(module: nn.RNNBase) -> list[Tensor]:
     """Return a module's weights as last computed, in torch's order. A weight that a parametrization
     or a hook of torch's computes requires a gradient where its origin does."""
-    found: list[Tensor] = []
+    weights: list[Tensor] = []
     for name, last in zip(flat_names(module), flat_weights(module), strict=True):
         own: Any = module._parameters.get(name, vars(module).get(name, last))
         origin = module._parameters.get(f"{name}_orig")  # of spectral_norm, or of pruning
@@ -52,5 +52,5 @@ def last_weights(module: nn.RNNBase) -> list[Tensor]:
             origins = [*module.parametrizations[name].parameters()]  # type: ignore[index,union-attr]
         if origins:
             own = own.detach().requires_grad_(any(p.requires_grad for p in origins))
-        found.append(own)
-    return found
+        weights.append(own)
+    return weights

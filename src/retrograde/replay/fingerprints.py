@@ -96,9 +96,9 @@ def _fingerprint(t: Tensor, turn: int) -> Fingerprint:
     else:
         words = words.view(_INTEGERS[words.itemsize])
     weights = _weights(t.device)
-    rows = len(words) // len(weights) * len(weights)
-    columns = words[:rows].view(-1, len(weights)).sum(0, dtype=torch.int64)
-    return columns.mul_(weights).sum().add_(words[rows:].sum(dtype=torch.int64))
+    whole = len(words) // len(weights) * len(weights)
+    columns = words[:whole].view(-1, len(weights)).sum(0, dtype=torch.int64)
+    return columns.mul_(weights).sum().add_(words[whole:].sum(dtype=torch.int64))
 
 
 def _weighted(numbers: NDArray[Any]) -> int:
@@ -109,9 +109,9 @@ def _weighted(numbers: NDArray[Any]) -> int:
         numbers, rest = data[: -(len(data) % 8)], data[-(len(data) % 8) :].tobytes()
     words = numbers.view(np.int64)
     total = 0
-    if rows := len(words) // _COLUMNS * _COLUMNS:
-        total = int(words[:rows].reshape(-1, _COLUMNS).sum(0).dot(weights))
-        words = words[rows:]
+    if whole := len(words) // _COLUMNS * _COLUMNS:
+        total = int(words[:whole].reshape(-1, _COLUMNS).sum(0).dot(weights))
+        words = words[whole:]
     total += int(words.dot(weights[: len(words)]))
     return hash((total, rest)) if rest else total
 
@@ -151,14 +151,14 @@ _waiting: dict[int, list[tuple[Tensor, Tensor, Callable[[], Exception]]]] = {}
 
 
 def _compare(task: int) -> None:
-    found = _waiting.pop(task)
-    differs = torch.stack([then != now for then, now, _ in found]).tolist()
-    for (*_, error), one in zip(found, differs, strict=True):
+    compared = _waiting.pop(task)
+    differs = torch.stack([then != now for then, now, _ in compared]).tolist()
+    for (*_, error), one in zip(compared, differs, strict=True):
         if one:
             raise error()
 
 
 def fingerprints(tensors: Iterable[Tensor]) -> tuple[Fingerprint, ...]:
     """Return the fingerprints of some tensors, to be compared at once on a CPU."""
-    found = map(fingerprint, tensors)
-    return tuple(int(one) if isinstance(one, Tensor) else one for one in found)
+    prints = map(fingerprint, tensors)
+    return tuple(int(one) if isinstance(one, Tensor) else one for one in prints)

@@ -153,13 +153,13 @@ class _Walk:
     def attributes(self, value: Any, depth: int) -> None:
         """Add the attributes of an object: those in its slots and in its dict."""
         slots = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
-        held = {name: getattr(value, name) for name in slots if hasattr(value, name)}
+        attributes = {name: getattr(value, name) for name in slots if hasattr(value, name)}
         own, form = getattr(value, "__dict__", None), type(value).__name__ + ".{}"
         if isinstance(own, dict):
             self.found.holders.append((own, form))
             tables = MODULE_TABLES if isinstance(value, nn.Module) else ()
-            held |= {key: own[key] for key in own if key not in tables}
-        self.named(held, form, depth)
+            attributes |= {key: own[key] for key in own if key not in tables}
+        self.named(attributes, form, depth)
         self.open.setdefault(type(value), depth)
 
     def module(self, part: nn.Module, depth: int) -> None:
@@ -176,8 +176,8 @@ class _Walk:
         code = value.__code__
         self.found.codes.append(code)
         cells = zip(code.co_freevars, map(gc.get_referents, value.__closure__ or ()), strict=True)
-        held = {name: inside[0] for name, inside in cells if inside}
-        self.named(held, "the variable {!r}", depth)
+        variables = {name: inside[0] for name, inside in cells if inside}
+        self.named(variables, "the variable {!r}", depth)
         if not _is_library(value.__module__):
             self.each([*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()], depth)
             self.named(vars(value), value.__qualname__ + ".{}", depth)

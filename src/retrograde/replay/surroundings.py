@@ -256,13 +256,13 @@ def try_out(
     of an earlier call would look like tensors from outside, so autocast caches none. Raises
     CellError if the call writes to a captured tensor.
     """
-    found = find_referents(made_of)
+    referents = find_referents(made_of)
     with MEASURING, unpacked(), torch.enable_grad():
-        noted = _Noted(found, device)
+        noted = _Noted(referents, device)
         value, mark = noted.run(call)
         if noted.drawn and threading.active_count() > 1:  # another thread may have moved them
             del value  # BUDGET: the graph of one call at a time
-            moved, noted = noted.drawn, _Noted(found, device)
+            moved, noted = noted.drawn, _Noted(referents, device)
             with _Seeded() as own:  # type: ignore[no-untyped-call]
                 value, mark = noted.run(call)
             noted.drawn = {
@@ -314,9 +314,9 @@ class _Noted:
 
     def surroundings(self) -> Surroundings:
         """Return the surroundings that a call drew from, wrote to and changed."""
-        held = [(slot, tensors_in(now)) for slot, _, now in self.changed]
-        left = {s: sum(t.nbytes for t in own) for s, own in held if any(t.grad_fn for t in own)}
-        apart = (t for slot, own in held if slot not in left for t in own)
+        by_slot = [(slot, tensors_in(now)) for slot, _, now in self.changed]
+        left = {s: sum(t.nbytes for t in own) for s, own in by_slot if any(t.grad_fn for t in own)}
+        apart = (t for slot, own in by_slot if slot not in left for t in own)
         nbytes = {t.untyped_storage().data_ptr(): t.nbytes for t in apart}
         return Surroundings(
             self.device,
@@ -373,13 +373,13 @@ _WRITES = (
 @contextmanager
 def _muted(tables: Iterable[dict[Any, Any] | None]) -> Iterator[None]:
     """Replace hooks by one that does nothing, with which the graph is the same."""
-    held = [(table, dict(table)) for table in tables if table]
-    for table, hooks in held:
+    saved = [(table, dict(table)) for table in tables if table]
+    for table, hooks in saved:
         table.update(dict.fromkeys(hooks, lambda *_: None))
     try:
         yield
     finally:
-        for table, hooks in held:
+        for table, hooks in saved:
             table.update(hooks)
 
 

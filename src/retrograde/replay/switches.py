@@ -25,7 +25,7 @@ Switch = tuple[Callable[[], Any], Callable[[Any], None]]
 @cache
 def _switches() -> Sequence[Switch]:
     """Return what gets and sets each switch of this torch."""
-    found: list[Switch] = [
+    pairs: list[Switch] = [
         (torch.get_default_dtype, torch.set_default_dtype),
         (torch.get_num_threads, torch.set_num_threads),
         (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
@@ -37,8 +37,8 @@ def _switches() -> Sequence[Switch]:
             get = getattr(switches, name)
             with suppress(TypeError, RuntimeError):  # it takes an argument, or has no value here
                 if isinstance(get(), bool | int | str | list):
-                    found.append((get, put))
-    return found
+                    pairs.append((get, put))
+    return pairs
 
 
 class Switches:

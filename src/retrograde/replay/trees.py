@@ -52,8 +52,8 @@ class Structure:
 def _leaf(kind: type, rest: Iterator[Any]) -> Any:
     if kind is type(None):
         return None
-    found = next(rest)
-    return found if kind is Tensor or found is None else found.detach().item()
+    tensor = next(rest)
+    return tensor if kind is Tensor or tensor is None else tensor.detach().item()
 
 
 def flatten(tree: Any, name: str, *, numbers: bool = False) -> tuple[list[Tensor], Structure]:
@@ -73,20 +73,20 @@ def flatten(tree: Any, name: str, *, numbers: bool = False) -> tuple[list[Tensor
     if type(tree) is tuple and len(tree) == 2 and all(isinstance(t, Tensor) for t in tree):
         return list(tree), _PAIR
     leaves, spec = pytree.tree_flatten(tree)
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            found.append(leaf)
+            tensors.append(leaf)
         elif numbers and type(leaf) in _NUMBERS:
-            found.append(torch.tensor(leaf, dtype=_NUMBERS[type(leaf)], device="cpu"))
+            tensors.append(torch.tensor(leaf, dtype=_NUMBERS[type(leaf)], device="cpu"))
         elif leaf is not None:
-            kind = type(leaf).__name__
-            remedy = _REMEDIES.get(kind, "turn numbers into tensors")
+            actual = type(leaf).__name__
+            remedy = _REMEDIES.get(actual, "turn numbers into tensors")
             if dataclasses.is_dataclass(leaf):
-                remedy = f"make it one by torch.export.register_dataclass({kind})"
-            raise CellError(f"got a {kind} in the {name}: expected a pytree of tensors; {remedy}")
+                remedy = f"make it one by torch.export.register_dataclass({actual})"
+            raise CellError(f"got a {actual} in the {name}: expected a pytree of tensors; {remedy}")
     kinds = (Tensor if isinstance(leaf, Tensor) else type(leaf) for leaf in leaves)
-    return found, Structure(spec, tuple(kinds))
+    return tensors, Structure(spec, tuple(kinds))
 
 
 _REMEDIES = {

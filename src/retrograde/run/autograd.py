@@ -145,8 +145,8 @@ class _Outputs:
             return
         if not self.first <= start < self.first + ROWS or not self.rows:
             self.first, self.rows = start, [t[start : start + ROWS].unbind() for t in self.tensors]
-        for rows, value in zip(self.rows, detached, strict=True):
-            rows[start - self.first].copy_(value)
+        for places, value in zip(self.rows, detached, strict=True):
+            places[start - self.first].copy_(value)
 
 
 class _Recurrence(torch.autograd.Function):
@@ -228,8 +228,8 @@ class _Recurrence(torch.autograd.Function):
                     _check_unchanged(parameters, ctx.versions, [*parameters])
                 raise
         _check_unchanged(parameters, ctx.versions, gradients.parameters)
-        found = [*gradients.inputs, *gradients.states, *gradients.parameters]
-        kept = (g if needed else None for g, needed in zip(found, needs, strict=True))
+        flat = [*gradients.inputs, *gradients.states, *gradients.parameters]
+        kept = (g if needed else None for g, needed in zip(flat, needs, strict=True))
         return *(None,) * _OTHERS, *kept
 
     @staticmethod
@@ -237,9 +237,9 @@ class _Recurrence(torch.autograd.Function):
         raise RetrogradeError(no_forward_mode())
 
 
-def _check_unchanged(parameters: Tensors, versions: list[int], found: list[Tensor | None]) -> None:
+def _check_unchanged(parameters: Tensors, versions: list[int], totals: list[Tensor | None]) -> None:
     """Refuse parameters that changed: a recomputation with them gives a wrong gradient (rule 6)."""
-    for p, before, gradient in zip(parameters, versions, found, strict=True):
+    for p, before, gradient in zip(parameters, versions, totals, strict=True):
         if gradient is not None and version(p) != before:
             raise RetrogradeError(
                 f"a parameter of shape {tuple(p.shape)} has been modified by an inplace operation "

@@ -111,7 +111,7 @@ class AutogradCore(Core):
     def advance(
         self, inputs: Inputs, start: int, stops: Sequence[int], state: Tensors, emit: Emit | None
     ) -> list[Tensors]:
-        found = []
+        states = []
         for stop in stops:
             if self.fused:
                 with torch.no_grad():
@@ -124,8 +124,8 @@ class AutogradCore(Core):
                 state = self._sweep(inputs, start, stop, state, emit)
             kept = partial(renewed_apart, linked=self.settled.sweeps_without_graph)
             start, state = stop, each_once(kept, state)
-            found.append(state)
-        return found
+            states.append(state)
+        return states
 
     def _sweep(
         self, inputs: Inputs, start: int, stop: int, state: Tensors, emit: Emit | None
@@ -161,18 +161,18 @@ class AutogradCore(Core):
             x = leaves_of(inputs, window(self, start, stop))
             leaves = self.fused or self.per_call > 1  # a compiled block makes leaves of states
             pairs = each_once((lambda t: (as_leaf(t),) * 2) if leaves else entry, state)
-            first, given = [leaf for leaf, _ in pairs], [s for _, s in pairs]
+            first, entering = [leaf for leaf, _ in pairs], [s for _, s in pairs]
             del state, pairs  # BUDGET: the states given, of which leaves are in use now
-            entries, watch = [_edge(s) for s in given], None
+            entries, watch = [_edge(s) for s in entering], None
             if self.watched:
                 watch = LeafWatch([*x, *first, *self.targets], self.targets, mark)
             if joint:
-                rows = rows_of(inputs, x, stop - start)
-                outputs, after = self._record_steps(rows, given, start, last, emit, watch)
+                steps = rows_of(inputs, x, stop - start)
+                outputs, after = self._record_steps(steps, entering, start, last, emit, watch)
             else:
                 own = x if self.fused else [t[...] if t.requires_grad else t for t in x]
                 before = operations()
-                outputs, after = self._run_for(emit)(own, given)
+                outputs, after = self._run_for(emit)(own, entering)
                 if not self.fused:
                     self.settled.note(start, operations() - before)
                 if emit is not None:
@@ -197,14 +197,14 @@ class AutogradCore(Core):
         )
 
     def _record_steps(
-        self, rows: Iterable[Tensors], state: Tensors, start: int, last: bool,
+        self, steps: Iterable[Tensors], state: Tensors, start: int, last: bool,
         emit: Emit | None, watch: LeafWatch | None,
     ) -> tuple[Tensors, Tensors]:  # fmt: skip
         """Run the steps of a range in sequence; return a root for each output, and the state. An
         output that is the state is left out at the last step, unless that is the ``last`` of all.
         """
-        found, run, settled = [], self._run_for(emit), self.settled
-        for k, x in enumerate(rows, start):
+        by_step, run, settled = [], self._run_for(emit), self.settled
+        for k, x in enumerate(steps, start):
             before = operations()
             outputs, state = run(x, state)
             settled.note(k, operations() - before)
@@ -212,10 +212,10 @@ class AutogradCore(Core):
                 emit(k, k + 1, outputs, state)
             if watch is not None:
                 _check_known(self, k, watch.foreign([*outputs, *state]))
-            found.append(outputs)
+            by_step.append(outputs)
         return [
             _Join.apply(*(ys if alias is None or last else ys[:-1]))  # type: ignore[no-untyped-call]
-            for ys, alias in zip(zip(*found, strict=True), self.aliases, strict=True)
+            for ys, alias in zip(zip(*by_step, strict=True), self.aliases, strict=True)
         ], state
 
     def backpropagate(self, tape: Tape, gradients: Gradients) -> None:
@@ -233,20 +233,20 @@ class AutogradCore(Core):
         seeded += ((_edge(t), total) for t, total in totals if total is not None)
         # Edges without a gradient are freed before any gradient is allocated.
         tape.output_edges, tape.state_edges, tape.entries = [], [], []
-        given = [(edge, g) for edge, g in seeded if edge is not None and g is not None]
+        entering = [(edge, g) for edge, g in seeded if edge is not None and g is not None]
         del seeded  # BUDGET: gradients that go nowhere
-        roots, seeds = [edge for edge, _ in given], [g for _, g in given]
+        roots, seeds = [edge for edge, _ in entering], [g for _, g in entering]
 
         known = {id(t) for t in self.targets}
         state = {id(s): s for s in tape.state if s.requires_grad and id(s) not in known}
         leaves = [*(t for t in tape.inputs if t.requires_grad), *state.values()]
         asked = gradients.asked or [True] * len(self.targets)
         wanted = [*leaves, *compress(self.targets, asked)]
-        found: Sequence[Gradient] = [None] * len(wanted)
+        computed: Sequence[Gradient] = [None] * len(wanted)
         if roots and wanted:
             with gradients.outside:
-                found = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
-        shares = iter(found)
+                computed = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
+        shares = iter(computed)
         gradients.take_inputs(
             index, [next(shares) if x.requires_grad else None for x in tape.inputs]
         )
@@ -281,12 +281,12 @@ def _seeded(
     last output was joined last."""
     steps = tape.stop - tape.start
     joint = not core.fused and steps > 1
-    found = [*zip(tape.state_edges, gradients.states, strict=True)]
+    seeded = [*zip(tape.state_edges, gradients.states, strict=True)]
     if tape.start > 0 and any(alias is not None for alias in core.aliases):
         parts = gradients.of_outputs(tape.start - 1)
         for alias, part in reversed([*zip(core.aliases, parts, strict=True)]):
             if alias is not None:
-                found.append((tape.entries[alias], part))
+                seeded.append((tape.entries[alias], part))
     parts = gradients.outputs if core.output_is_total else gradients.of_outputs(index)
     outputs = [*zip(tape.output_edges, core.aliases, parts, strict=True)]
     for edge, alias, part in reversed(outputs):
@@ -294,10 +294,10 @@ def _seeded(
             node: Any = edge.node
             part = part.expand(steps) if core.output_is_total else part
             node.gradient = part if isinstance(part, tuple) else part.unbind()
-            found.append((edge, _NOTHING))
+            seeded.append((edge, _NOTHING))
         elif alias is None or tape.stop == gradients.length:
-            found.append((edge, part))
-    return found
+            seeded.append((edge, part))
+    return seeded
 
 
 def _accumulate(

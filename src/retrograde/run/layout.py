@@ -195,8 +195,8 @@ class Rows(Layout):
         return leaves if self.sizes is None else [*leaves, self.sizes[index]]
 
     def allocate(self, values: Tensors) -> Tensors:
-        (_, *rest), rows = values[0].shape, self.rows(slice(0, self.length)).stop
-        return [values[0].new_empty(rows, *rest)]
+        (_, *rest), row_count = values[0].shape, self.rows(slice(0, self.length)).stop
+        return [values[0].new_empty(row_count, *rest)]
 
 
 @dataclass(frozen=True)
@@ -323,8 +323,8 @@ def steps_of(inputs: Inputs, start: int, stop: int) -> Iterator[Tensors]:
         yield from map(inputs.__getitem__, range(start, stop))
         return
     for first in range(start, stop, ROWS):
-        rows = (t[first : min(first + ROWS, stop)].unbind() for t in inputs.tensors)
-        yield from map(list, zip(*rows, strict=True))
+        unbound = (t[first : min(first + ROWS, stop)].unbind() for t in inputs.tensors)
+        yield from map(list, zip(*unbound, strict=True))
 
 
 def check_length(leaves: Tensors) -> int:

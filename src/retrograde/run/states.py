@@ -30,18 +30,18 @@ def each_once(function: Callable[[T], S], values: Iterable[T]) -> list[S]:
     values = list(values)
     if len(values) == 1:
         return [function(values[0])]
-    found: dict[int, S] = {}
+    by_id: dict[int, S] = {}
     return [
-        found[id(v)] if id(v) in found else found.setdefault(id(v), function(v)) for v in values
+        by_id[id(v)] if id(v) in by_id else by_id.setdefault(id(v), function(v)) for v in values
     ]
 
 
-def shaped(given: Any, module: Any) -> Any:
+def shaped(sample: Any, module: Any) -> Any:
     """Return an input, or one of the given shape for a module, with any numbers."""
-    if not (isinstance(given, tuple | torch.Size) and all(type(n) is int for n in given)):
-        return given
+    if not (isinstance(sample, tuple | torch.Size) and all(type(n) is int for n in sample)):
+        return sample
     like = next(module.parameters(), None) if isinstance(module, torch.nn.Module) else None
-    return torch.empty(given, device="cpu") if like is None else like.new_empty(given)
+    return torch.empty(sample, device="cpu") if like is None else like.new_empty(sample)
 
 
 def bytes_of_gradients(tensors: Iterable[Tensor]) -> int:
@@ -68,13 +68,13 @@ def renewed_apart(t: Tensor, *, linked: bool = False) -> Tensor:
 
 def with_attributes(new: Tensor, old: Tensor) -> Tensor:
     """Give a tensor the attributes of the one that it stands for."""
-    held = vars(old)
-    if any(isinstance(v, Tensor) and v.grad_fn is not None for v in held.values()):
+    attributes = vars(old)
+    if any(isinstance(v, Tensor) and v.grad_fn is not None for v in attributes.values()):
         raise CellError(
-            f"the cell's state has the attributes {', '.join(held)}, of which one is a tensor with "
-            "a history: expected all tensors that a step hands on as parts of the state"
+            f"the cell's state has the attributes {', '.join(attributes)}, of which one is a "
+            "tensor with a history: expected all tensors that a step hands on as parts of the state"
         )
-    vars(new).update(held)
+    vars(new).update(attributes)
     return new
 
 

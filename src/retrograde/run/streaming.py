@@ -102,15 +102,15 @@ def _work(schedule: Schedule) -> int:
 
 def _hand_over(core: Core, stream: Stream, state: Tensors, gradients: "_Streamed") -> None:
     """Accumulate the gradients, and pass them on to the graphs of non-leaf tensors."""
-    found = [*gradients.states, *gradients.parameters, *gradients.inputs[:-1]]
-    if all(g is None for g in found):
+    flat = [*gradients.states, *gradients.parameters, *gradients.inputs[:-1]]
+    if all(g is None for g in flat):
         raise CellError("no step has a loss: expected a scalar tensor for at least one")
     owners: Sequence[Gradient] = [*state, *core.parameters, *stream.source.trained]
     wanted = [t is not None and t.requires_grad for t in owners]
     tensors = [t for t, is_wanted in zip(owners, wanted, strict=True) if is_wanted]
-    grads = [g for g, is_wanted in zip(found, wanted, strict=True) if is_wanted]
+    grads = [g for g, is_wanted in zip(flat, wanted, strict=True) if is_wanted]
     gradients.states, gradients.parameters, gradients.inputs = [], [], []
-    del found  # BUDGET: what nothing else refers to becomes .grad without a copy
+    del flat  # BUDGET: what nothing else refers to becomes .grad without a copy
     if tensors:
         with torch.enable_grad():
             _HandOver.apply(grads, *tensors).backward()  # type: ignore[no-untyped-call]
@@ -120,8 +120,8 @@ class _HandOver(torch.autograd.Function):
     """A scalar whose gradients are already computed."""
 
     @staticmethod
-    def forward(ctx: Any, found: list[Gradient], *tensors: Tensor) -> Tensor:
-        ctx.found = found
+    def forward(ctx: Any, gradients: list[Gradient], *tensors: Tensor) -> Tensor:
+        ctx.found = gradients
         return tensors[0].new_zeros((), dtype=torch.float32)
 
     @staticmethod

@@ -61,11 +61,11 @@ def hooks_of_all() -> list[Any]:
 
 def no_forward_mode(options: Sequence[str] = ("memory",)) -> str:
     """Return the message that refuses forward-mode derivatives with some options."""
-    given = " and ".join(f"{name}=" for name in options)
+    refused = " and ".join(f"{name}=" for name in options)
     remedy = " and ".join(f"{name}=None" for name in options)
     return (
         "forward-mode derivatives (torch.autograd.forward_ad, torch.func.jvp) and torch.func's "
-        f"transforms cannot go through a call with {given}: expected reverse mode, as by "
+        f"transforms cannot go through a call with {refused}: expected reverse mode, as by "
         f"backward() or torch.autograd.grad; for these use {remedy} (ordinary backpropagation)"
     )
 
@@ -105,18 +105,18 @@ def refuse_transforms(tensors: Iterable[Tensor], options: Sequence[str] = ("memo
     if is_transformed(tensors):
         raise RetrogradeError(no_forward_mode(options))
     if is_tracing():
-        given = " and ".join(f"{name}=" for name in options)
+        refused = " and ".join(f"{name}=" for name in options)
         raise RetrogradeError(
-            f"torch.jit.trace cannot follow a call with {given}: expected a call that is not "
-            f"traced; trace it under torch.no_grad(), or without {given}"
+            f"torch.jit.trace cannot follow a call with {refused}: expected a call that is not "
+            f"traced; trace it under torch.no_grad(), or without {refused}"
         )
 
 
 def refuse_sharded(modules: Iterable[nn.Module], parameters: Iterable[Tensor]) -> None:
     """Refuse modules whose parameters FSDP2 gathers for a call and frees after it. They are in a
     module to which ``fully_shard`` was applied, or have a DTensor."""
-    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-    roots = [m for m in sharded_modules() if isinstance(m, kind)]
+    fsdp_module = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
+    roots = [m for m in sharded_modules() if isinstance(m, fsdp_module)]
     sharded = {id(part) for root in roots for part in root.modules()}
     spread: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     if (sharded and any(id(m) in sharded for m in modules)) or (

@@ -48,9 +48,9 @@ class ScanChoice:
     room: int  # bytes that Jacobians and products may take
 
     def __str__(self) -> str:
-        rows = [("levels", "steps", "FLOPs", "critical path", "memory", "samples at a time")]
+        table = [("levels", "steps", "FLOPs", "critical path", "memory", "samples at a time")]
         for split in self.splits:
-            rows.append(
+            table.append(
                 (
                     ("* " if split is self.chosen else "  ") + str(split.levels),
                     str(split.report.steps()),
@@ -60,7 +60,7 @@ class ScanChoice:
                     str(split.samples) if split.samples else "does not fit",
                 )
             )
-        return f"{self.why}\n{aligned(rows, left=range(6))}"
+        return f"{self.why}\n{aligned(table, left=range(6))}"
 
 
 @dataclass
@@ -102,15 +102,15 @@ class ChainScan:
         asked = {"auto": range(most + 1), "linear": [0], "blelloch": [0, most]}.get(algorithm)
         asked = asked or sorted({0, min(self.levels or 0, most)})
         lists = sparse_kernels(y.device.type, y.dtype).name != "numba"
-        found = [split_of(levels, paths, *size, lists=lists) for levels in asked]
+        splits = tuple(split_of(levels, paths, *size, lists=lists) for levels in asked)
         for path in paths:  # most of these products will not be used again
             for piece in path.pieces():
                 piece.pattern.forget()
-        linear, fitting = found[0], [split for split in found if split.samples]
+        linear, fitting = splits[0], [split for split in splits if split.samples]
         if algorithm == "auto":
             best = min(fitting, key=lambda s: s.report.critical_flops, default=linear)
-            return ScanChoice(best, _why(best, len(fitting)), tuple(found), best.levels > 0, limit)
-        chosen = found[-1]
+            return ScanChoice(best, _why(best, len(fitting)), splits, best.levels > 0, limit)
+        chosen = splits[-1]
         if not chosen.samples:
             needed = chosen.fixed_bytes + chosen.sample_bytes
             size_of = chosen.problem or f"for one sample it takes {format_bytes(needed)}"
@@ -118,7 +118,7 @@ class ChainScan:
                 f"algorithm={algorithm!r} does not fit into {format_bytes(limit)}: {size_of}; give "
                 "more memory, fewer levels, or algorithm='auto'"
             )
-        return ScanChoice(chosen, f"algorithm={algorithm!r} asks for it", tuple(found), True, limit)
+        return ScanChoice(chosen, f"algorithm={algorithm!r} asks for it", splits, True, limit)
 
     def explain(self, layers: Sequence[nn.Module], x: Tensor) -> ScanChoice:
         """Return the choice for an input, on which the layers run."""
@@ -147,8 +147,8 @@ class _Scan(torch.autograd.Function):
         ctx.needed = _needed(steps, ctx.needs_input_grad[2])
         ctx.choice = scan.choose(ctx.needed[1], steps[-1].y)
         ctx.parameters = parameters
-        held = [t for layer in layers for t in (*layer.parameters(), *layer.buffers())]
-        ctx.versions = [(t, t._version) for t in held]
+        tensors = [t for layer in layers for t in (*layer.parameters(), *layer.buffers())]
+        ctx.versions = [(t, t._version) for t in tensors]
         return steps[-1].y.detach()
 
     @staticmethod
@@ -177,8 +177,8 @@ class _Scan(torch.autograd.Function):
         if not keeps_graph():
             ctx.needed = None
         gradients = _gradients(used, dy, ctx.choice)
-        found = _of_parameters(steps, gradients[-len(steps) :], ctx.parameters)
-        return (None, None, gradients[0] if ctx.needs_input_grad[2] else None, *found)
+        of_parameters = _of_parameters(steps, gradients[-len(steps) :], ctx.parameters)
+        return (None, None, gradients[0] if ctx.needs_input_grad[2] else None, *of_parameters)
 
 
 def _gradients(used: Sequence[LayerCall], dy: Tensor, choice: ScanChoice) -> list[Tensor]:
@@ -204,8 +204,8 @@ def _of_parameters(
         return [None] * len(parameters)
     outputs, seeds = zip(*pairs, strict=True)
     with muted_hooks(wanted):  # the hooks are called with the returned gradients
-        found = torch.autograd.grad(outputs, wanted, seeds, retain_graph=True, allow_unused=True)
-    return list(found)
+        computed = torch.autograd.grad(outputs, wanted, seeds, retain_graph=True, allow_unused=True)
+    return list(computed)
 
 
 def _needed(steps: list[LayerCall], input_wanted: bool) -> tuple[list[LayerCall], list[LayerCall]]:
@@ -219,9 +219,9 @@ def _needed(steps: list[LayerCall], input_wanted: bool) -> tuple[list[LayerCall]
 
 def _check_call(layers: Sequence[nn.Module], input: object) -> None:
     if not isinstance(input, Tensor) or input.dtype not in (torch.float32, torch.float64):
-        given = input.dtype if isinstance(input, Tensor) else type(input).__name__
+        received = input.dtype if isinstance(input, Tensor) else type(input).__name__
         raise ScanError(
-            f"the input is of {given}: expected a tensor of float32 or float64; cast it, or use "
+            f"the input is of {received}: expected a tensor of float32 or float64; cast it, or use "
             "backward=None"
         )
     if not input.ndim or not len(input):

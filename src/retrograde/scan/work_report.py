@@ -104,15 +104,15 @@ class Report:
 
     def __str__(self) -> str:
         """Format one line for each run of equal levels, and their sum."""
-        rows: list[tuple[str, ...]] = [
+        table: list[tuple[str, ...]] = [
             ("phase", "levels", "products", "moves", "FLOPs", "critical", "what")
         ]
         for level, same in groupby(self.levels):
             counts = Counter(map(str, level.products))
             what = ", ".join(f"{count} × {product}" for product, count in counts.items())
-            rows.append(_row(level.phase, list(same), what))
-        rows.append(_row("all", self.levels, ""))
-        return aligned(rows, left=(0, 6))
+            table.append(_row(level.phase, list(same), what))
+        table.append(_row("all", self.levels, ""))
+        return aligned(table, left=(0, 6))
 
 
 def _row(phase: str, levels: Sequence[Level], what: str) -> tuple[str, ...]:

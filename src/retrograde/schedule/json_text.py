@@ -9,39 +9,39 @@ from retrograde.errors import ScheduleError
 _VERSION = 1
 
 
-def write(kind: str, parts: Mapping[str, Any]) -> str:
+def write(name: str, parts: Mapping[str, Any]) -> str:
     """Return compact JSON of a ``"schedule"`` or a ``"chain"``."""
-    document = {"format": f"retrograde-{kind}", "version": _VERSION, **parts}
+    document = {"format": f"retrograde-{name}", "version": _VERSION, **parts}
     return json.dumps(document, separators=(",", ":"))
 
 
-def read(kind: str, text: str, keys: Iterable[str], optional: Iterable[str] = ()) -> dict[str, Any]:
+def read(name: str, text: str, keys: Iterable[str], optional: Iterable[str] = ()) -> dict[str, Any]:
     """Return the parts that :func:`write` wrote. ScheduleError says what is malformed."""
     try:
         document = json.loads(text)
     except (TypeError, ValueError) as error:
-        fail(kind, f"the text is not JSON ({error})")
+        fail(name, f"the text is not JSON ({error})")
     if not isinstance(document, dict):
-        fail(kind, f"expected a JSON object, got {json.dumps(document)[:40]}")
-    if (found := document.pop("format", None)) != f"retrograde-{kind}":
-        fail(kind, f"'format' is {found!r}: expected 'retrograde-{kind}'")
+        fail(name, f"expected a JSON object, got {json.dumps(document)[:40]}")
+    if (format_name := document.pop("format", None)) != f"retrograde-{name}":
+        fail(name, f"'format' is {format_name!r}: expected 'retrograde-{name}'")
     if (version := document.pop("version", None)) != _VERSION:
-        fail(kind, f"'version' is {version!r}: this library reads {_VERSION}")
-    check_keys(kind, "the object", document, keys, optional)
+        fail(name, f"'version' is {version!r}: this library reads {_VERSION}")
+    check_keys(name, "the object", document, keys, optional)
     return document
 
 
 def check_keys(
-    kind: str, where: str, document: Any, keys: Iterable[str], optional: Iterable[str] = ()
+    name: str, where: str, document: Any, keys: Iterable[str], optional: Iterable[str] = ()
 ) -> None:
     """Refuse keys that are missing or unknown."""
     missing = [key for key in keys if key not in document]
     if missing:
-        fail(kind, f"{where} lacks {', '.join(map(repr, missing))}")
+        fail(name, f"{where} lacks {', '.join(map(repr, missing))}")
     unknown = [key for key in document if key not in {*keys, *optional}]
     if unknown:
-        fail(kind, f"{where} has the unknown {', '.join(map(repr, unknown))}")
+        fail(name, f"{where} has the unknown {', '.join(map(repr, unknown))}")
 
 
-def fail(kind: str, reason: object) -> NoReturn:
-    raise ScheduleError(f"not a {kind}: {reason}")
+def fail(name: str, reason: object) -> NoReturn:
+    raise ScheduleError(f"not a {name}: {reason}")

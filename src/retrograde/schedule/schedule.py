@@ -118,8 +118,8 @@ class Schedule:
             table = np.array(codes, dtype=np.int64).reshape(-1, 3)
         except OverflowError:
             raise ScheduleError("a position does not fit 64 bits: expected 0 to length") from None
-        kind, start, stop = table[:, 0].astype(np.uint8), table[:, 1], table[:, 2]
-        return cls(length, policy, memory, units or Units(), kind, start, stop)
+        verbs, start, stop = table[:, 0].astype(np.uint8), table[:, 1], table[:, 2]
+        return cls(length, policy, memory, units or Units(), verbs, start, stop)
 
     @cached_property
     def _replay(self) -> Replay:
@@ -219,10 +219,10 @@ class Schedule:
     def __getitem__(self, index: slice) -> tuple[Action, ...]: ...
 
     def __getitem__(self, index: int | slice) -> Action | tuple[Action, ...]:
-        kind, start, stop = (part[index].tolist() for part in (self.kind, self.start, self.stop))
+        verb, start, stop = (part[index].tolist() for part in (self.kind, self.start, self.stop))
         if isinstance(index, slice):
-            return tuple(map(decode, kind, start, stop))
-        return decode(kind, start, stop)
+            return tuple(map(decode, verb, start, stop))
+        return decode(verb, start, stop)
 
     def _key(self) -> tuple[Any, ...]:
         arrays = (self.kind.tobytes(), self.start.tobytes(), self.stop.tobytes())
@@ -280,27 +280,27 @@ def merge(schedule: Schedule) -> Schedule:
     >>> print(merge(steps))
     store 0, advance 0→3
     """
-    kind, start, stop = merged(schedule.kind, schedule.start, schedule.stop)
-    return replace(schedule, kind=kind, start=start, stop=stop)
+    verbs, start, stop = merged(schedule.kind, schedule.start, schedule.stop)
+    return replace(schedule, kind=verbs, start=start, stop=stop)
 
 
-def merged(kind: _Verbs, start: _Places, stop: _Places) -> tuple[_Verbs, _Places, _Places]:
+def merged(verbs: _Verbs, start: _Places, stop: _Places) -> tuple[_Verbs, _Places, _Places]:
     """As :func:`merge`, for the arrays of a schedule. Ranges are joined wherever one begins where
     the other ends. A state that is freed and at once stored again stays."""
-    if not len(kind):
-        return kind, start, stop
-    again = (kind[:-1] == Verb.FREE) & (kind[1:] == Verb.STORE) & (start[:-1] == start[1:])
+    if not len(verbs):
+        return verbs, start, stop
+    again = (verbs[:-1] == Verb.FREE) & (verbs[1:] == Verb.STORE) & (start[:-1] == start[1:])
     kept = ~(np.append(again, False) | np.append(False, again))
-    kind, start, stop = kind[kept], start[kept], stop[kept]
-    onward = ((kind[1:] == Verb.ADVANCE) | (kind[1:] == Verb.RECORD)) & (start[1:] == stop[:-1])
-    downward = (kind[1:] == Verb.BACKWARD) & (stop[1:] == start[:-1])
-    joins = (kind[1:] == kind[:-1]) & (onward | downward)
+    verbs, start, stop = verbs[kept], start[kept], stop[kept]
+    onward = ((verbs[1:] == Verb.ADVANCE) | (verbs[1:] == Verb.RECORD)) & (start[1:] == stop[:-1])
+    downward = (verbs[1:] == Verb.BACKWARD) & (stop[1:] == start[:-1])
+    joins = (verbs[1:] == verbs[:-1]) & (onward | downward)
     first = np.flatnonzero(np.concatenate(([True], ~joins)))
-    last = np.concatenate((first[1:] - 1, [len(kind) - 1]))
-    kind = kind[first]
-    down = kind == Verb.BACKWARD
+    last = np.concatenate((first[1:] - 1, [len(verbs) - 1]))
+    verbs = verbs[first]
+    down = verbs == Verb.BACKWARD
     start, stop = np.where(down, start[last], start[first]), np.where(down, stop[first], stop[last])
-    return kind, start, stop
+    return verbs, start, stop
 
 
 def forward_ranges(schedule: Schedule) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

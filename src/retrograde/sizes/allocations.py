@@ -325,7 +325,7 @@ def _blocks(events: Sequence[Event]) -> tuple[NDArray[np.int64], NDArray[np.int6
 
 
 def _allocations(result: Any) -> list[Event]:
-    kind, tree = EventType.Allocation, result.experimental_event_tree()
+    allocation, tree = EventType.Allocation, result.experimental_event_tree()
     # Operations, which have children, are not noted.
-    found = ((one.start_time_ns, one.extra_fields) for one in tree if one.tag == kind)
-    return [Event(x.alloc_size, x.ptr, t, x.device.type, x.device.index) for t, x in found]
+    pairs = ((one.start_time_ns, one.extra_fields) for one in tree if one.tag == allocation)
+    return [Event(x.alloc_size, x.ptr, t, x.device.type, x.device.index) for t, x in pairs]

@@ -115,7 +115,7 @@ class CellFits(LRUCache[T]):
         made_of, kinds = (
             tuple(identity(part, values=values) for part in parts) for values in (True, False)
         )
-        modules = [module for found in parts for module in found.modules]
+        modules = [module for part in parts for module in part.modules]
         step_bytes, settled = self._steps.get((made_of, shapes), step, of=modules)
         key = kinds, step_bytes, shapes, budget, settled.level()
         return self.get(key, lambda: find(settled), of=modules), settled
@@ -123,15 +123,15 @@ class CellFits(LRUCache[T]):
 
 def signature(t: Tensor) -> tuple[Any, ...]:
     """Return all that the bytes of a step depend on in one of its tensors."""
-    kind = t.device.type
-    autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    device_type = t.device.type
+    autocast = torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)
     return tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad, autocast
 
 
-def identity(found: Referents, *, values: bool = True) -> Hashable:
+def identity(referents: Referents, *, values: bool = True) -> Hashable:
     """Return a key of a cell, equal for two closures of the same code over the same values. It
     keeps no module and no tensor alive, and holds while the modules live. Without ``values`` only
     the types of numbers and texts count."""
-    held = tuple((name, type(value), value if values else None) for name, value in found.values)
-    modules = tuple(map(id, found.modules))
-    return modules, tuple(found.codes), tuple(map(signature, found.tensors)), held
+    entries = ((name, type(value), value if values else None) for name, value in referents.values)
+    modules = tuple(map(id, referents.modules))
+    return modules, tuple(referents.codes), tuple(map(signature, referents.tensors)), tuple(entries)

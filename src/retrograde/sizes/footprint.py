@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retrograde.plan.fit import Curve, Footprint, Highest
+from retrograde.plan.footprint import Curve, Footprint, Highest
 from retrograde.replay.surroundings import Values, muted_hooks
 from retrograde.replay.trees import Tensors
 from retrograde.run.autograd_core import AutogradCore
@@ -122,8 +122,8 @@ def footprint(
         for n, one in points.items():
             points[n] = replace(one, held=one.held + n * more, record=one.record + n * more)
 
-    def curve(kind: str) -> Curve:
-        return Curve(tuple((L, getattr(size, kind)) for L, size in points.items()))
+    def curve(name: str) -> Curve:
+        return Curve(tuple((L, getattr(size, name)) for L, size in points.items()))
 
     gradient = sum(_rounded(t) for t in state if t.is_floating_point() or t.is_complex())
     gradient *= 2 if core.fused else 1  # a kernel may need zeros where a state has no gradient
@@ -197,8 +197,8 @@ def partly_idle(sizes: Footprint, steps: int, length: int, output_bytes: int) ->
     return replace(sizes, ordinary=_times(1 - max(0.0, rest), sizes.ordinary))
 
 
-def _times(factor: float, found: Curve | Highest) -> Highest:
-    every = (one.points for one in (found.curves if isinstance(found, Highest) else (found,)))
+def _times(factor: float, curve: Curve | Highest) -> Highest:
+    every = (one.points for one in (curve.curves if isinstance(curve, Highest) else (curve,)))
     return Highest(tuple(Curve(tuple((n, int(factor * size)) for n, size in o)) for o in every))
 
 
@@ -307,9 +307,9 @@ def _measure_range(core: Core, inputs: Inputs, state: Tensors, steps: int) -> _B
     # The first range of several steps has no gradients yet to add to.
     for begun in (True, False) if steps > 1 and not core.fused else (True,):
         phases += [bar, again, bar, run, partial(prepare, begun), back, gradients.clear]
-    found = measure_phases(phases, device=core.surroundings.device)
-    backward = max(phase.peak() for phase in found[7::7])
-    return _Bytes(found[1].peak(), found[5].growth(), found[5].peak(), backward)
+    measured = measure_phases(phases, device=core.surroundings.device)
+    backward = max(phase.peak() for phase in measured[7::7])
+    return _Bytes(measured[1].peak(), measured[5].growth(), measured[5].peak(), backward)
 
 
 def _rounded(t: Any) -> int:

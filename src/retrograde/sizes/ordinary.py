@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from retrograde.machine import now
-from retrograde.plan.fit import Curve, Highest
+from retrograde.plan.footprint import Curve, Highest
 from retrograde.replay.trees import Tensors
 from retrograde.run.autograd_core import AutogradCore, run_ordinary
 from retrograde.run.foreign import foreign_tensors
@@ -65,7 +65,7 @@ def ordinary_curve(
     return Highest.of(points)
 
 
-def grows_evenly(found: Highest) -> bool:
+def grows_evenly(highest: Highest) -> bool:
     """Return whether bytes are seen to grow evenly, so that no longer call has to be measured: the
     last two slopes are equal and positive. At first a kernel's own workspace may hide the growth.
     """
@@ -75,7 +75,7 @@ def grows_evenly(found: Highest) -> bool:
         slopes = (middle - low) / (b - a), (high - middle) / (c - b)
         return slopes[1] > 0 and abs(slopes[1] - slopes[0]) <= 1e-3 * slopes[1]
 
-    return found.curves[0].points[-1][0] >= 16 and all(map(is_even, found.curves))
+    return highest.curves[0].points[-1][0] >= 16 and all(map(is_even, highest.curves))
 
 
 def measure_pass(
@@ -144,8 +144,8 @@ def ordinary_bytes(
 
     def backward() -> None:
         seeds = [like(y) for y in roots]
-        found = torch.autograd.grad(roots, leaves, seeds, allow_unused=True) if roots else ()
-        handed.extend((seeds, found))
+        gradients = torch.autograd.grad(roots, leaves, seeds, allow_unused=True) if roots else ()
+        handed.extend((seeds, gradients))
 
     def drop() -> None:
         for one in (roots, leaves, handed):

@@ -96,15 +96,15 @@ def time_steps(core: Core, inputs: Inputs, state: Tensors, repeats: int) -> Rang
 def time_iterations(run: Callable[[], Tensors], wanted: Tensors) -> float:
     """Return the median seconds of a few iterations. ``run`` returns the results of a forward pass,
     and ``wanted`` are the tensors whose gradients are computed."""
-    found, device = list[float](), wanted[0].device
+    seconds, device = list[float](), wanted[0].device
     with torch.enable_grad(), muted_hooks(wanted):
-        while len(found) < 2 or (len(found) < _MOST and sum(found) < _ENOUGH):
+        while len(seconds) < 2 or (len(seconds) < _MOST and sum(seconds) < _ENOUGH):
             start = now(device)
             outputs = [t for t in run() if t.requires_grad]
             seeds = [*map(torch.ones_like, outputs)]
             torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
-            found.append(now(device) - start)
-    return statistics.median(found[1:])  # the first may allocate or compile
+            seconds.append(now(device) - start)
+    return statistics.median(seconds[1:])  # the first may allocate or compile
 
 
 def linear_time(short: float, long: float, steps: int) -> LinearTime:

@@ -87,8 +87,8 @@ def row_length(numbers: int) -> int:
 @compiled
 def steps_at_once(samples: int, length: int) -> int:
     """Return the number of steps whose gate gradients a thread buffers at a time."""
-    rows = _ROWS_OF_FEW if samples <= _FEW else _ROWS
-    return max(1, min(rows // samples, length))
+    most = _ROWS_OF_FEW if samples <= _FEW else _ROWS
+    return max(1, min(most // samples, length))
 
 
 def room_for(
@@ -96,11 +96,11 @@ def room_for(
 ) -> int:
     """Return the size of a thread's ``room``, for ``length`` steps of its samples, I and H. It may
     compute gates ``again``."""
-    rows = int(steps_at_once(samples, length)) * samples
-    fixed = rows * int(row_length(form.row * size)) + samples * int(whole_vectors(size))
+    buffered = int(steps_at_once(samples, length)) * samples
+    fixed = buffered * int(row_length(form.row * size)) + samples * int(whole_vectors(size))
     if again:
         fixed += 2 * samples * int(whole_vectors(form.gates * size))
-    return fixed + rows * PANEL * -(-max(inputs, size) // PANEL)  # also holds rows of dx
+    return fixed + buffered * PANEL * -(-max(inputs, size) // PANEL)  # also holds rows of dx
 
 
 @compiled
@@ -121,7 +121,7 @@ def backward(of: BackwardArrays, number: int, first: int, last: int) -> None:
     s, into, rest = _divided(of.rooms[number], steps * each * stride, each * wide)
     driven, recurrent, rest = _divided(rest, each * again, each * again)
     x, h, y, c = of.x.reshape(-1), of.before.reshape(-1), of.after.reshape(-1), of.cells.reshape(-1)
-    given, terms, known = of.gates.reshape(-1), of.losses.reshape(-1), g.reshape(-1)
+    kept_gates, terms, known = of.gates.reshape(-1), of.losses.reshape(-1), g.reshape(-1)
     p, to_own = of.own.reshape(-1), of.to_own[number].reshape(-1)
     for stop in range(length, 0, -steps):
         start = max(0, stop - steps)
@@ -148,7 +148,7 @@ def backward(of: BackwardArrays, number: int, first: int, last: int) -> None:
                         gates = gates + load_each(driven, split, size, left, SPLIT)
                         gates = gates + load_each(recurrent, split, size, left, SPLIT)
                     else:
-                        gates = load_each(given, GATES * place + j, size, left, GATES)
+                        gates = load_each(kept_gates, GATES * place + j, size, left, GATES)
                         gates = gates + load_each(c, aside + OTHERS * size, size, left, SPLIT)
                     before = (load(h, at, left),) + load_each(c, aside, size, left, OTHERS)
                     own = load_each(p, j, size, left, UNITS)
@@ -185,11 +185,11 @@ def _add_products(
     number: int, first: int, last: int,
 ) -> None:  # fmt: skip
     """Add what the buffered rows of steps start … stop − 1 give to the weights, and write dx."""
-    rows = (stop - start) * (last - first)
-    _add_bias(s, stride, rows, of.to_biases[number])
+    count = (stop - start) * (last - first)
+    _add_bias(s, stride, count, of.to_biases[number])
     weights, inputs = _of(of.to_hidden, number), _of(of.to_inputs, number)
     _add_weights(s, stride, of.before[start:stop], weights, room, first, last)
-    for row in range(rows if split else 0):
+    for row in range(count if split else 0):
         end = row * stride + weights.shape[0]
         s[end - split : end] = s[end : end + split]
     _add_weights(s, stride, of.x[start:stop], inputs, room, first, last)
@@ -205,13 +205,13 @@ def _of(sums: tuple[Reals, Reals], number: int) -> Reals:
 
 
 @compiled
-def _add_bias(s: Reals, stride: int, rows: int, total: Reals) -> None:
-    """Add the sum of ``rows`` rows to ``total``."""
+def _add_bias(s: Reals, stride: int, count: int, total: Reals) -> None:
+    """Add the sum of ``count`` rows to ``total``."""
     size = total.shape[0]
     for j in range(0, size, LANES):
         left = size - j
         part = load(s, j, left)
-        for row in range(1, rows):
+        for row in range(1, count):
             part = part + load(s, row * stride + j, left)
         store(total, j, load(total, j, left) + part, left)
 
@@ -222,8 +222,8 @@ def _add_weights(
 ) -> None:
     """Add sᵀ by to ``total``, for samples first … last − 1 of ``by`` (L, B, N)."""
     (length, samples, size), each, flat = by.shape, last - first, by.reshape(-1)
-    count, rows = -(-size // PANEL), length * each
-    packed = room[: count * rows * PANEL].reshape(count, rows, PANEL)
+    count, depth = -(-size // PANEL), length * each
+    packed = room[: count * depth * PANEL].reshape(count, depth, PANEL)
     for p in range(count):
         panel = packed[p].reshape(-1)
         for t in range(length):
@@ -239,11 +239,11 @@ def _to_inputs(
     """Write s W to the rows of ``dx`` (L, B, I) of samples first … last − 1."""
     size, samples, flat = dx.shape[2], dx.shape[1], dx.reshape(-1)
     width, each = whole_vectors(size), last - first
-    rows = dx.shape[0] * each
-    found = room[: rows * width]
-    found[:] = 0
-    product(s, 0, stride, 1, rows, inputs, width, found, width)
-    for row in range(rows):
+    count = dx.shape[0] * each
+    padded = room[: count * width]
+    padded[:] = 0
+    product(s, 0, stride, 1, count, inputs, width, padded, width)
+    for row in range(count):
         at = (row // each * samples + first + row % each) * size
         for j in range(0, size, LANES):
-            store(flat, at + j, load(found, row * width + j, LANES), size - j)
+            store(flat, at + j, load(padded, row * width + j, LANES), size - j)

@@ -59,7 +59,7 @@ def extent(
 
 @compiled
 def _multiply(
-    gates: int, h: Reals, at: int, size: int, rows: int, weights: Reals, left: int, right: int,
+    gates: int, h: Reals, at: int, size: int, batch: int, weights: Reals, left: int, right: int,
     own: Reals, width: int,
 ) -> None:  # fmt: skip
     """Write U h to ``own`` for all gates of the units left … right − 1. ``h`` is flat, and the
@@ -68,9 +68,9 @@ def _multiply(
     if weights.shape[1] == 1 and weights.shape[2] == size:  # as they lie
         for k in range(gates):
             lying, into = weights[k * size + left : k * size + right], own[k * (right - left) :]
-            dots(h, at, rows, lying, width, into)
+            dots(h, at, batch, lying, width, into)
     else:
-        product(h, at, size, 1, rows, weights, gates * (right - left), own, width)
+        product(h, at, size, 1, batch, weights, gates * (right - left), own, width)
 
 
 def run(
@@ -83,7 +83,7 @@ def run(
     others, kept_aside, width, p = c.reshape(-1), aside.reshape(-1), sums.shape[2], own.reshape(-1)
     one, many, low, high = extent(by_units, units, samples, first, last)
     # Weights as they lie are all in one part.
-    u, weights, rows = sums[one, low:high].reshape(-1), hidden[one % len(hidden)], high - low
+    u, weights, batch = sums[one, low:high].reshape(-1), hidden[one % len(hidden)], high - low
     for t in range(driven.shape[0]):
         if starts.shape[0]:
             enter(starts[t], entry, h, 0, first, last)
@@ -96,10 +96,10 @@ def run(
                 u, weights = sums[part, low:high].reshape(-1), hidden[part % len(hidden)]
             if by_units and t:  # other threads may still read h after this step
                 at = (t - 1) * numbers
-                _multiply(GATES, y, at, size, rows, weights, left, right, u, width)
+                _multiply(GATES, y, at, size, batch, weights, left, right, u, width)
             else:
                 at = low * size
-                _multiply(GATES, states, at, size, rows, weights, left, right, u, width)
+                _multiply(GATES, states, at, size, batch, weights, left, right, u, width)
             for b in range(low, high):
                 row, place = b * size, (b - low) * width - left
                 at = t * numbers + row
@@ -149,11 +149,11 @@ def recall(
             for j in range(0, size, LANES):
                 left, at, row = size - j, (t * samples + b) * size, OTHERS * b * size + j
                 v, w = GATES * at + j, ASIDE * at + j
-                given = load_each(flat, v, size, left, GATES)
-                given = given + load_each(kept_aside, w + OTHERS * size, size, left, SPLIT)
+                sums = load_each(flat, v, size, left, GATES)
+                sums = sums + load_each(kept_aside, w + OTHERS * size, size, left, SPLIT)
                 more = load_each(others, row, size, left, OTHERS)
                 state = (load(h, at + j, left),) + more
-                after, kept = _run(given, state, load_each(p, j, size, left, UNITS))
+                after, kept = _run(sums, state, load_each(p, j, size, left, UNITS))
                 store_each(kept_aside, w, size, left, more)
                 store_each(flat, v, size, left, kept)
                 store_each(others, row, size, left, after[1:])

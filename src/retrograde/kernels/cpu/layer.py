@@ -64,9 +64,9 @@ class Forward:
     def numbers(form: Formula, samples: int, size: int, parts: int, *, in_panels: bool) -> int:
         """Return how many numbers an instance allocates; a part of several is copied twice."""
         whole, own = form.gates * size, form.gates * bounds_of_units(size, parts)[1]
-        found = parts * samples * int(whole_vectors(own)) + whole
+        total = parts * samples * int(whole_vectors(own)) + whole
         copies = parts * panels_of(own) + (own if parts > 1 else 0)
-        return found + (copies * size if in_panels else 0)
+        return total + (copies * size if in_panels else 0)
 
     def room(self, steps: int) -> Tensor:
         """Return an uninitialized tensor for the gates of ``steps`` steps (L, B, K·H)."""
@@ -90,10 +90,10 @@ class Forward:
         arrays: list[Any] = [*(t.numpy() for t in kept), _own(self.weights)]
         arrays += [t.numpy() for t in (hidden, state[0], c)]
         arrays += [*starts_of(resets, self.sums)[:2], self.sums.numpy(), keeps]
-        given = ForwardArrays(*arrays), self.units
+        arguments = ForwardArrays(*arrays), self.units
         parts = parts_for(len(state[0]), len(x) * self.work)
         many = 0 if resets is not None else len(self.units) - 1
-        share_or_meet(self.loops.run, parts, many, *given)
+        share_or_meet(self.loops.run, parts, many, *arguments)
 
 
 def _biases(weights: Weights) -> tuple[Tensor | None, Tensor | None]:
@@ -102,8 +102,8 @@ def _biases(weights: Weights) -> tuple[Tensor | None, Tensor | None]:
     inputs, hidden, form = weights.bias_inputs, weights.bias_hidden, weights.form
     whole, own = form.whole * weights.size, None
     if form.split:
-        rows = form.split * weights.size
-        own = weights.hidden.new_zeros(rows) if hidden is None else hidden[whole:]
+        split = form.split * weights.size
+        own = weights.hidden.new_zeros(split) if hidden is None else hidden[whole:]
     if inputs is None or hidden is None:
         return inputs, own
     inputs = inputs.clone()
@@ -137,10 +137,10 @@ class Backward:
         self.parts = [(0, samples)] if in_place else parts_for(samples, work)
         self.numbered = numbered(self.parts)
         each = max(last - first for first, last in self.parts)
-        given = weights.inputs, hidden
+        matrices = weights.inputs, hidden
         self.read = [
             (w.detach().contiguous()[None] if in_place else _readable(w, each)).numpy()
-            for w in given
+            for w in matrices
         ]
         straight = totals["inputs"].is_contiguous() and totals["hidden"].is_contiguous()
         self.direct = ("inputs", "hidden") if straight and (in_place or at_once) else ()
@@ -177,18 +177,18 @@ class Backward:
         if in_place:
             room = room_for(form, steps, samples, width, size, again=False)
             return room + (form.row + form.units) * size
-        rows, parts = form.gates * size, min(threads, max(1, samples // 2))
+        height, parts = form.gates * size, min(threads, max(1, samples // 2))
         each = ceil(samples / parts) + (parts > 1)
-        found = sum(rows * panels_of(n) for n in (width, size) if not _is_plain(each, rows, n))
+        total = sum(height * panels_of(n) for n in (width, size) if not _is_plain(each, height, n))
         if form.again:
-            found += (width + size) * panels_of(rows) + 2 * rows
+            total += (width + size) * panels_of(height) + 2 * height
         sums = {name: prod(shape) for name, shape in _shapes_of_sums(form, width, size).items()}
-        found += parts * sum(sums.values())
+        total += parts * sum(sums.values())
         if at_once:  # one thread sums directly into the gradients
-            found -= sums["inputs"] + sums["hidden"]
+            total -= sums["inputs"] + sums["hidden"]
         each_room = partial(room_for, form, steps, inputs=width, size=size, again=form.again)
         rooms = (each_room(samples=max(1, each - fewer)) for fewer in range(3))
-        return found + parts * max(rooms)
+        return total + parts * max(rooms)
 
     def add(self, block: Block, dy: Tensor | None, g: Tensor, dx: Tensor | None) -> Tensor:
         """Backpropagate a block, and return the gradient of the state before it.
@@ -241,8 +241,8 @@ class Backward:
 
 def _shapes_of_sums(form: Formula, width: int, size: int) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a thread's sums of the weights' gradients, by name."""
-    rows, wide = form.gates * size, [int(whole_vectors(n)) for n in (width, size)]
-    sums = {"inputs": (rows, wide[0]), "hidden": (rows, wide[1])}
+    height, wide = form.gates * size, [int(whole_vectors(n)) for n in (width, size)]
+    sums = {"inputs": (height, wide[0]), "hidden": (height, wide[1])}
     return {**sums, "biases": (form.row * size,), "units": (form.units, size)}
 
 
@@ -253,8 +253,8 @@ def _constants(weights: Weights, again: bool) -> list[Reals]:
         absent = hidden[:0]
         return [absent[None].numpy(), absent[None].numpy(), absent.numpy()]
     zero = hidden.new_zeros(hidden.shape[0])
-    given = [weights.bias_inputs, weights.bias_hidden]
-    biases = torch.stack([zero if bias is None else bias.detach() for bias in given])
+    both = [weights.bias_inputs, weights.bias_hidden]
+    biases = torch.stack([zero if bias is None else bias.detach() for bias in both])
     return [t.numpy() for t in (panels(weights.inputs.t())[0], panels(hidden.t())[0], biases)]
 
 
@@ -266,16 +266,16 @@ _COMPACT = 2**15
 _LARGE = 2**18
 
 
-def _readable(w: Tensor, rows: int) -> Tensor:
-    """Return a matrix (R, N) for products with ``rows`` rows. It is in panels, unless copying does
-    not pay: it is then returned as (1, R, N). That is so if it is small, its rows are whole
+def _readable(w: Tensor, samples: int) -> Tensor:
+    """Return a matrix (R, N) for products with ``samples`` rows. It is in panels, unless copying
+    does not pay: it is then returned as (1, R, N). That is so if it is small, its rows are whole
     vectors, and each of its numbers is read only once."""
-    is_plain = _is_plain(rows, *w.shape) and w.is_contiguous()
+    is_plain = _is_plain(samples, *w.shape) and w.is_contiguous()
     return w.detach().unsqueeze(0) if is_plain else panels(w)[0]
 
 
-def _is_plain(rows: int, count: int, width: int) -> bool:
-    return rows <= _TILE_ROWS and count * width <= _COMPACT and width % LANES == 0
+def _is_plain(samples: int, count: int, width: int) -> bool:
+    return samples <= _TILE_ROWS and count * width <= _COMPACT and width % LANES == 0
 
 
 def recall(

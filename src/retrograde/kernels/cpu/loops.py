@@ -89,20 +89,20 @@ def _compiled(key: str, formula: Formula, dtype: torch.dtype) -> Any:
 
 
 @functools.cache
-def _loops_of_torch(kind: Kind) -> Loops:
+def _loops_of_torch(cell: Kind) -> Loops:
     """Return the loops of one of torch's cells."""
-    return _loops(kind.lower(), form_of(kind), *_CELLS[kind])
+    return _loops(cell.lower(), form_of(cell), *_CELLS[cell])
 
 
 def _compile(key: str, formula: Formula, dtype: torch.dtype) -> Loops:
     """Return the loops of a formula. Raises numba's error if its step cannot be compiled."""
     element = getattr(types, str(dtype).removeprefix("torch."))
     every = formula.row + formula.states + formula.units
-    given: Any = formula.step
-    own, code = given.__globals__, given.__code__
+    function: Any = formula.step
+    own, code = function.__globals__, function.__code__
     # Where numba finds a loop on disk, it imports the module of its step: this one, not the user's.
     used = {name: own[name] for name in code.co_names if name in own} | {"__name__": __name__}
-    copy = FunctionType(code, used, key, None, given.__closure__)
+    copy = FunctionType(code, used, key, None, function.__closure__)
     step = njit(fastmath=lanes.MATH, error_model="numpy")(copy)
     step.compile((Lanes(element),) * every)
     step.compile(tuple(Dual(element, (k,)) for k in range(every)))
@@ -144,20 +144,20 @@ def _run(gates, state, units):  # type: ignore[no-untyped-def]
 
 def _pull(gates, state, _, units, g):  # type: ignore[no-untyped-def]
     after = _as_states(_step(*seeded(gates + state + units)))  # type: ignore[no-untyped-call]
-    found = pulled(after, g, ALL)
-    whole, rest = found[:WHOLE], found[WHOLE:]
+    gradients = pulled(after, g, ALL)
+    whole, rest = gradients[:WHOLE], gradients[WHOLE:]
     driven, rest = rest[:SPLIT], rest[SPLIT:]
     recurrent, rest = rest[:SPLIT], rest[SPLIT:]
     others = rest[1:]
     return whole + recurrent + driven, rest[:1], others[:OTHERS], others[OTHERS:]
 
 
-def _as_states(found):  # type: ignore[no-untyped-def]
+def _as_states(returned):  # type: ignore[no-untyped-def]
     """Return what a step returned as a tuple."""
 
 
 @overload(_as_states)
-def _as_tuple(found):  # type: ignore[no-untyped-def] # numba compares argument names
-    if isinstance(found, types.BaseTuple):
-        return lambda found: found
-    return lambda found: (found,)
+def _as_tuple(returned):  # type: ignore[no-untyped-def] # numba compares argument names
+    if isinstance(returned, types.BaseTuple):
+        return lambda returned: returned
+    return lambda returned: (returned,)

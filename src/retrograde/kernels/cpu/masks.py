@@ -26,12 +26,12 @@ def drop(x: Tensor, seed: int, p: float, start: int, sample: int = 0) -> Tensor:
     numbers of the first step and sample."""
     out = x.new_empty(x.shape)
     samples, width = x.shape[1:]
-    rows = len(x) * samples
+    count = len(x) * samples
     limit = np.uint32(min(round(p * 2**32), 2**32 - 1))
-    flat = x.view(rows, width).numpy(), out.view(rows, width).numpy()
+    flat = x.view(count, width).numpy(), out.view(count, width).numpy()
     keep = flat[0].dtype.type(1 - p)
     of_call = np.uint64(seed % 2**64), keep, limit, *map(np.uint64, (start, samples, sample))
-    share(_drop, ranges(rows, 1 + x.numel() // _ROW_WORK), *flat, *of_call)
+    share(_drop, ranges(count, 1 + x.numel() // _ROW_WORK), *flat, *of_call)
     return out
 
 
@@ -54,7 +54,7 @@ def _drop(
         step, sample = start + number // samples, begin + number % samples
         z = _mixed(_mixed(seed + _GAMMA * step) + _GAMMA * sample)
         low, high = np.uint32(z & np.uint64(0xFFFFFFFF)), np.uint32(z >> np.uint64(32))
-        given, left = x[row], out[row]
+        inputs, left = x[row], out[row]
         for j in range(x.shape[1]):
             v = np.uint32(low + np.uint32(np.uint32(j) * _SPREAD))
             v = np.uint32(v ^ (v >> np.uint32(16)))
@@ -64,7 +64,7 @@ def _drop(
             v = np.uint32(v ^ (v >> np.uint32(16)))
             # The reference compares signed numbers. Unsigned ones are in the same order after the
             # sign bit is flipped.
-            left[j] = given[j] / keep if (v ^ np.uint32(0x80000000)) >= limit else zero
+            left[j] = inputs[j] / keep if (v ^ np.uint32(0x80000000)) >= limit else zero
 
 
 def packed(zeros_and_ones: Tensor) -> Tensor:
@@ -101,5 +101,5 @@ def _one(dtype: torch.dtype) -> NDArray[Any]:
 
 def _whole_numbers(t: Tensor) -> NDArray[Any]:
     """Return a contiguous tensor's numbers as whole numbers of NumPy's that have their bits."""
-    kind = (torch.uint8, torch.int16, torch.int32, torch.int64)[t.itemsize.bit_length() - 1]
-    return t.view(-1).view(kind).numpy()
+    dtype = (torch.uint8, torch.int16, torch.int32, torch.int64)[t.itemsize.bit_length() - 1]
+    return t.view(-1).view(dtype).numpy()

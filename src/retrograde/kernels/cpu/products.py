@@ -117,7 +117,7 @@ def _product(
     left, right = 0, width
     if wide:
         left, right, first, last = first * PANEL, min(last * PANEL, width), 0, many
-    rows, flat, weights = a.reshape(-1), out.reshape(-1), u.reshape(-1)
+    inputs, flat, weights = a.reshape(-1), out.reshape(-1), u.reshape(-1)
     each = PANEL if len(room) else right
     for top in range(first, last, _BLOCK):
         for column in range(left, right, each):
@@ -134,7 +134,7 @@ def _product(
                     many, sums = min(_STRIP, last - row), flat[row * width + column :]
                     if k == 0 and not add:
                         _begin(bias, column, count, sums, width, many)
-                    product(rows, row * terms + k, terms, 1, many, panel, count, sums, width)
+                    product(inputs, row * terms + k, terms, 1, many, panel, count, sums, width)
 
 
 @compiled
@@ -161,7 +161,7 @@ def _add_outer(
 ) -> None:
     """Add rows first … last − 1 of gᵀ x."""
     (many, gates), width, room = g.shape, x.shape[1], rooms[number]
-    flat, given, out = x.reshape(-1), g.reshape(-1), total.reshape(-1)
+    flat, gradients, out = x.reshape(-1), g.reshape(-1), total.reshape(-1)
     copies, aside = len(room) > 0 and width > PANEL, len(room) > 0 and gates > _SIDE
     count = -(-width // PANEL) if copies else 0
     for k in range(0, many, DEPTH):
@@ -173,13 +173,13 @@ def _add_outer(
             at, left = k * width + p * PANEL, width - p * PANEL
             pack(flat, at, width, False, depth, left, panels[p].reshape(-1))
         for i in range(first, last, _SIDE):
-            rows, sums = min(_SIDE, last - i), out[i * width :]
+            height, sums = min(_SIDE, last - i), out[i * width :]
             if aside:
                 side = room[count * depth * PANEL :]
                 for term in range(depth):
                     for j in range(0, _SIDE, LANES):
-                        value = load(given, (k + term) * gates + i + j, rows - j)
+                        value = load(gradients, (k + term) * gates + i + j, height - j)
                         store(side, term * _SIDE + j, value, LANES)
-                product(side, 0, 1, _SIDE, rows, panels, width, sums, width)
+                product(side, 0, 1, _SIDE, height, panels, width, sums, width)
             else:
-                product(given, k * gates + i, 1, gates, rows, panels, width, sums, width)
+                product(gradients, k * gates + i, 1, gates, height, panels, width, sums, width)

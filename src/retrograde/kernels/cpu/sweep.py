@@ -88,9 +88,9 @@ def scan(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, chunk: in
     if length // chunk < 2:
         return sweep(slopes, hidden, dy, g)
     chunks, losses = reference.in_chunks(slopes.at(slice(rest, None)), dy, rest, chunk)
-    rows = products(chunks, hidden, losses)
-    after, before = reference.carry(rows, g)
-    if not reference.trusted(rows, after):
+    maps = products(chunks, hidden, losses)
+    after, before = reference.carry(maps, g)
+    if not reference.trusted(maps, after):
         return sweep(slopes, hidden, dy, g)
     units, _ = bounds_of_units(size, 1)
     arrays = _arrays(chunks, panels(hidden), losses), after.numpy(), units, NOBODY
@@ -104,13 +104,13 @@ def products(chunks: Slopes, hidden: Tensor, losses: Tensor | None) -> Tensor:
     """Do the same as :func:`retrograde.kernels.sweep.products`, for either dtype on a CPU."""
     count, _, samples, _, size = chunks.gates.shape
     n = size * (2 if chunks.gates.shape[-2] == 4 else 1)
-    rows = hidden.new_empty(count, samples, n + 1, n)
+    maps = hidden.new_empty(count, samples, n + 1, n)
     parts = parts_for(count, chunks.gates.numel() * size * n)
     numbers = sweep_loops.room_for_products(size, n // size)
-    arrays = _arrays(chunks, panels(hidden)[0], losses), rows.numpy()
+    arrays = _arrays(chunks, panels(hidden)[0], losses), maps.numpy()
     room = hidden.new_empty(len(parts), numbers)
     share(sweep_loops.products, numbered(parts), *arrays, room.numpy())
-    return rows
+    return maps
 
 
 def _arrays(
@@ -129,11 +129,11 @@ def _arrays(
 def gru_slopes(inputs: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
     """Do the same as :func:`retrograde.kernels.cells.gru_slopes`, for either dtype on a CPU."""
     length, samples, size = before.shape
-    rows = length * samples
+    count = length * samples
     keep, inner = before.new_empty(before.shape), before.new_empty(before.shape)
     arrays = (inputs, hidden, before.contiguous(), keep, inner)
-    flat = [t.view(rows, -1).numpy() for t in arrays]
-    parts = parts_for(rows, rows * size * ELEMENT_WORK)
+    flat = [t.view(count, -1).numpy() for t in arrays]
+    parts = parts_for(count, count * size * ELEMENT_WORK)
     share(sweep_loops.gru_slopes, parts, *flat)
     return Slopes(hidden.unflatten(-1, (3, size)), keep, inner)
 

@@ -96,9 +96,9 @@ class SweepArrays(NamedTuple):
 def room_for_products(size: int, parts: int) -> int:
     """Return the size of a thread's ``room`` for products of Jacobians. A state has one part of H
     units, or two for (h, c)."""
-    rows = parts * size + 1
+    count = parts * size + 1
     matrices = parts * -(-size // PANEL) * size * PANEL
-    return matrices + rows * (int(whole_vectors(size)) + (2 * size if parts == 2 else 0))
+    return matrices + count * (int(whole_vectors(size)) + (2 * size if parts == 2 else 0))
 
 
 @compiled
@@ -166,12 +166,12 @@ def sweep_chunks(
 
 @compiled
 def products(
-    of: SweepArrays, rows: Reals, rooms: Reals, number: int, first: int, last: int
+    of: SweepArrays, maps: Reals, rooms: Reals, number: int, first: int, last: int
 ) -> None:
-    """Write the products P, and d, of chunks first … last − 1 to ``rows`` (C, B, n + 1, n). An
+    """Write the products P, and d, of chunks first … last − 1 to ``maps`` (C, B, n + 1, n). An
     LSTM's Jacobian has two factors: d = g_c + g_h e; g_h ← d a + g_h (s_o U_o); g_c ← d f."""
     (_, length, samples, width), hidden, room = of.gates.shape, of.hidden, rooms[number]
-    state, (parts, _, panel) = rows.shape[3], hidden.shape
+    state, (parts, _, panel) = maps.shape[3], hidden.shape
     is_lstm, count = width == 2 * state, state + 1
     size = state // 2 if is_lstm else state
     wide, whole, both = whole_vectors(size), parts * size * panel, count * is_lstm
@@ -183,30 +183,30 @@ def products(
     new = rest[2 * both * size :][: count * wide]
     for c in range(first, last):
         for b in range(samples):
-            row = rows[c, b]
-            row[:] = 0
+            matrix = maps[c, b]
+            matrix[:] = 0
             for j in range(state):
-                row[j, j] = 1
+                matrix[j, j] = 1
             for t in range(length - 1, -1, -1):
                 if of.losses.shape[1]:
                     for j in range(size):
-                        row[state, j] += of.losses[c, t, b, j]
+                        matrix[state, j] += of.losses[c, t, b, j]
                 _sum_scaled(of.gates[c, t, b], hidden, 0, 3 if is_lstm else width // size, a)
                 new[:] = 0
                 if is_lstm:
                     _sum_scaled(of.gates[c, t, b], hidden, 3, 4, through)
                     for i in range(count):
                         for j in range(size):
-                            h[i, j] = row[i, j]
-                            d[i, j] = row[i, size + j] + row[i, j] * of.inner[c, t, b, j]
-                            row[i, size + j] = d[i, j] * of.keep[c, t, b, j]
+                            h[i, j] = matrix[i, j]
+                            d[i, j] = matrix[i, size + j] + matrix[i, j] * of.inner[c, t, b, j]
+                            matrix[i, size + j] = d[i, j] * of.keep[c, t, b, j]
                     product(d.reshape(-1), 0, size, 1, count, a, wide, new, wide)
                     product(h.reshape(-1), 0, size, 1, count, through, wide, new, wide)
                 else:
                     for j in range(size if of.keep.shape[1] else 0):
                         a[j // panel, j, j % panel] += of.keep[c, t, b, j]
-                    product(row.reshape(-1), 0, size, 1, count, a, wide, new, wide)
-                row[:, :size] = new.reshape(count, wide)[:, :size]
+                    product(matrix.reshape(-1), 0, size, 1, count, a, wide, new, wide)
+                matrix[:, :size] = new.reshape(count, wide)[:, :size]
 
 
 @compiled

@@ -124,17 +124,17 @@ def scan(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, chunk: in
     if length // chunk < 2 or form is None or carry is None:
         return sweep(slopes, hidden, dy, g)
     chunks, n = -(-length // chunk), g.shape[-1]
-    rows = g.new_empty(chunks, samples, n + 1, n)
+    maps = g.new_empty(chunks, samples, n + 1, n)
     after, sizes = g.new_empty(chunks, samples, n), g.new_empty(2, samples)
-    given = *_arrays(slopes, hidden, dy), rows, samples, length, chunks, chunk
-    carried = rows, g.contiguous(), after, sizes, samples, chunks
+    arguments = *_arrays(slopes, hidden, dy), maps, samples, length, chunks, chunk
+    carried = maps, g.contiguous(), after, sizes, samples, chunks
     with _device_of(g):
         sweep_kernels.products[(chunks * samples, -(-(n + 1) // form.rows))](
-            *given, K=gates, ROWS=form.rows, LOSSES=dy is not None, TF32=form.tf32,
+            *arguments, K=gates, ROWS=form.rows, LOSSES=dy is not None, TF32=form.tf32,
             **_constants(form, size),
         )  # fmt: skip
         sweep_kernels.carry[(samples,)](*carried, LSTM=gates == 4, **_constants(carry, size))
-    del rows  # before more is allocated
+    del maps  # before more is allocated
     distrusted = torch.zeros(1, dtype=torch.int32, device=g.device)
     before = _sweep_chunks(slopes, hidden, dy, after, chunks, chunk, (sizes, distrusted))
     _verdicts().add(distrusted)
@@ -166,10 +166,10 @@ def lstm_slopes(gates: Tensor, after: Tensor, c: Tensor, known: bool = False) ->
     assert not known
     length, samples, size = *gates.shape[:2], c.shape[-1]
     keep, inner = (gates.new_empty(length, samples, size) for _ in range(2))
-    given = gates, keep, inner, c.contiguous(), length, c.numel()
+    arguments = gates, keep, inner, c.contiguous(), length, c.numel()
     with _device_of(gates):
         slope_kernels.lstm_slopes[(-(-c.numel() // _LANES),)](
-            *given, H=size, TIME=_TIME, LANES=_LANES, num_warps=8
+            *arguments, H=size, TIME=_TIME, LANES=_LANES, num_warps=8
         )
     return Slopes(gates.view(length, samples, 4, size), keep, inner)
 
@@ -185,11 +185,11 @@ def _sweep_chunks(
     form = launch("sweep", gates, size, _limit(after))
     assert form is not None  # a sweep fits every card
     sizes, distrusted = check or (before, before)
-    given = *_arrays(slopes, hidden, dy), after, before, sizes, distrusted
+    arguments = *_arrays(slopes, hidden, dy), after, before, sizes, distrusted
     counts = samples, length, chunks, chunk
     with _device_of(after):
         sweep_kernels.sweep[(chunks * samples,)](
-            *given, *counts, K=gates, S=1 if gates == 1 else 4, LOSSES=dy is not None,
+            *arguments, *counts, K=gates, S=1 if gates == 1 else 4, LOSSES=dy is not None,
             HELD=gates < 4 or size <= 64, CHECKED=check is not None, **_constants(form, size),
         )  # fmt: skip
     return before
@@ -219,9 +219,9 @@ def _tf32() -> bool:
 
 
 def _constants(form: Launch, size: int) -> dict[str, int]:
-    found = {"H": size, "P": form.padded, "STAGES": form.stages, "num_warps": form.warps}
+    constants = {"H": size, "P": form.padded, "STAGES": form.stages, "num_warps": form.warps}
     # Without this limit, ptxas uses 64 registers a thread for 16 warps, and spills twice as much.
-    return found | ({"maxnreg": 128} if form.warps == 16 else {})
+    return constants | ({"maxnreg": 128} if form.warps == 16 else {})
 
 
 def _arrays(slopes: Slopes, hidden: Tensor, dy: Tensor | None) -> tuple[Tensor, ...]:

@@ -68,18 +68,18 @@ def launch(kernel: str, gates: int, size: int, limit: int, tf32: bool = False) -
     is K, and ``size`` is H ≤ 128. ``tf32`` allows the tensor cores. The dtype is float32."""
     padded = max(16, 1 << (size - 1).bit_length())
     warps, stages = _PREFERRED[kernel][padded][gates]
-    rows = 16 if size * (2 if gates == 4 else 1) < 16 else 32
+    tile_rows = 16 if size * (2 if gates == 4 else 1) < 16 else 32
     modern = limit > _MODERN
     tf32 = tf32 and modern and kernel == "products" and padded < 128  # 128 would spill registers
     for tried in range(stages if modern else 1, 0, -1):
         numbers, vectors = padded * max(warps, 4), gates + 4
         if kernel == "products":
-            numbers = padded * (padded + rows * (2 if tf32 else 1))
+            numbers = padded * (padded + tile_rows * (2 if tf32 else 1))
         elif kernel == "carry":
             vectors = padded * (4 if gates == 4 else 1) + 2
         taken = 4 * (numbers + (tried - 1) * padded * vectors)
         if taken <= limit:
-            return Launch(padded, rows, warps, tried, tf32, taken)
+            return Launch(padded, tile_rows, warps, tried, tf32, taken)
     return None
 
 

@@ -64,7 +64,7 @@ def _numbers(array, start, H: tl.constexpr, P: tl.constexpr):
 
 @_compiled
 def products(
-    gates, keep, inner, hidden, dy, rows, samples, length, chunks, chunk, K: tl.constexpr,
+    gates, keep, inner, hidden, dy, maps, samples, length, chunks, chunk, K: tl.constexpr,
     H: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, LOSSES: tl.constexpr,
     TF32: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -106,7 +106,7 @@ def products(
             h = c + h * _numbers(inner, at * H, H, P)[None, :]
             c = h * _numbers(keep, at * H, H, P)[None, :]
         h = tl.dot(h, jacobian, kept, input_precision=exact)
-    out = rows + (pair * (n + 1) + i) * n + j
+    out = maps + (pair * (n + 1) + i) * n + j
     tl.store(out, h, mask=(i <= n) & (j < H))
     if K == 4:
         tl.store(out + H, c, mask=(i <= n) & (j < H))
@@ -114,14 +114,14 @@ def products(
 
 @_inlined
 def _quadrant(
-    rows, pair, top: tl.constexpr, left: tl.constexpr, n: tl.constexpr, H: tl.constexpr,
+    maps, pair, top: tl.constexpr, left: tl.constexpr, n: tl.constexpr, H: tl.constexpr,
     P: tl.constexpr,
 ):  # fmt: skip
     """Load H rows and H columns of a product, from row ``top`` and column ``left`` on, (P, P)."""
     i = tl.arange(0, P)[:, None]
     j = tl.arange(0, P)[None, :]
     at = (pair * (n + 1) + top + i) * n + left + j
-    return tl.load(rows + at, mask=(i < H) & (j < H), other=0.0)
+    return tl.load(maps + at, mask=(i < H) & (j < H), other=0.0)
 
 
 @_inlined
@@ -132,7 +132,7 @@ def _worst(worst, terms):
 
 @_compiled
 def carry(
-    rows, g, after, sizes, samples, chunks, LSTM: tl.constexpr, H: tl.constexpr,
+    maps, g, after, sizes, samples, chunks, LSTM: tl.constexpr, H: tl.constexpr,
     P: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Carry the gradient from the last chunk to the first; program b has sample b. ``sizes`` (2, B)
@@ -149,19 +149,19 @@ def carry(
         pair = (chunks - back) * samples + b
         tl.store(after + pair * n + j, h, mask=j < H)
         loss = (pair * (n + 1) + n) * n
-        own = _numbers(rows, loss, H, P)
-        product = h[:, None] * _quadrant(rows, pair, 0, 0, n, H, P)
+        own = _numbers(maps, loss, H, P)
+        product = h[:, None] * _quadrant(maps, pair, 0, 0, n, H, P)
         size = tl.sum(tl.abs(product), 0)
         largest = tl.maximum(largest, tl.maximum(tl.abs(h), tl.abs(own)))
         if LSTM:
             tl.store(after + pair * n + H + j, c, mask=j < H)
-            down = c[:, None] * _quadrant(rows, pair, H, 0, n, H, P)
+            down = c[:, None] * _quadrant(maps, pair, H, 0, n, H, P)
             terms = _worst(terms, size + tl.sum(tl.abs(down), 0))
             product += down
-            across = h[:, None] * _quadrant(rows, pair, 0, H, n, H, P)
-            below = c[:, None] * _quadrant(rows, pair, H, H, n, H, P)
+            across = h[:, None] * _quadrant(maps, pair, 0, H, n, H, P)
+            below = c[:, None] * _quadrant(maps, pair, H, H, n, H, P)
             terms = _worst(terms, tl.sum(tl.abs(across) + tl.abs(below), 0))
-            other = _numbers(rows, loss + H, H, P)
+            other = _numbers(maps, loss + H, H, P)
             largest = tl.maximum(largest, tl.maximum(tl.abs(c), tl.abs(other)))
             c = tl.sum(across + below, 0) + other
         else:

@@ -35,20 +35,21 @@ _Ints = NDArray[np.int64]
 def best_schedule(length: int, memory: int, units: Units, policy: str) -> Schedule:
     """Return the cheapest schedule of ``"msm"`` or ``"best"``, in the longest ranges. ``memory`` is
     in the unit of the sizes. ScheduleError where ``"msm"`` needs too large a table."""
-    segments, held = Segments(), True
+    segments, is_held = Segments(), True
     if memory >= enough_for(length, units):
         root, bound = segments.add(0, length), length
     elif form := closed_form(memory, units, policy):
         root, bound = form.schedule(length, segments), form.cost(length)
     elif table := _table(length, memory, units, policy):
         room = memory // _divisor(units)
-        (root, held), bound = table.schedule(length, room, segments), int(table.cost(length, room))
+        root, is_held = table.schedule(length, room, segments)
+        bound = int(table.cost(length, room))
     elif policy == "best":
         return _rounded(length, memory, units)
     else:
         raise _too_large(length, memory, units)
     return segments.schedule(
-        root, length=length, policy=policy, memory=memory, units=units, bound=bound, held=held
+        root, length=length, policy=policy, memory=memory, units=units, bound=bound, is_held=is_held
     )
 
 
@@ -68,8 +69,7 @@ def tabled_costs(lengths: _Ints, memories: _Ints, units: Units, policy: str) -> 
     them would be too large."""
     longest = int(lengths.max())
     most = min(int(memories.max()), enough_for(longest, units))
-    table = _table(longest, most, units, policy)
-    if table is None:
+    if (table := _table(longest, most, units, policy)) is None:
         return None
     return np.asarray(table.cost(lengths, np.minimum(memories, most)), np.int64)
 
@@ -115,12 +115,12 @@ def _rounded(length: int, memory: int, units: Units) -> Schedule:
         sizes = {"alpha": -(-alpha * k // state), "beta": -(-beta * k // state)}
         return Units(**sizes, core=0, initial=k, state=k)
 
-    found = [best_schedule(length, memory // state, up(1), "msm")]
+    schedules = [best_schedule(length, memory // state, up(1), "msm")]
     most = [k for k in range(2, _MOST_PARTS) if sums(length, memory * k // state) <= MOST_SUMS]
     if most:
         k = min(most, key=lambda k: max(up(k).alpha / (alpha * k), up(k).beta / (beta * k)))
-        found.append(best_schedule(length, memory * k // state, up(k), "best"))
-    best = min(found, key=lambda schedule: schedule.cost)
+        schedules.append(best_schedule(length, memory * k // state, up(k), "best"))
+    best = min(schedules, key=lambda schedule: schedule.cost)
     bound = min(best.cost, _bound(length, memory, units))
     return replace(best, policy="best", memory=memory, units=units, bound=bound)
 

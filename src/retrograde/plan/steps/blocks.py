@@ -53,14 +53,14 @@ class Blocks:
     def schedule(self, segments: Segments, root: int, units: Units) -> Schedule:
         """Return a schedule of blocks as one of steps. An advance is divided into chunks and a
         record or a backward into blocks, for each is a call."""
-        kind, starts, stops = segments.actions(segments.add(0, 0, root), self.count)
+        verbs, starts, stops = segments.actions(segments.add(0, 0, root), self.count)
         bounds = self.length - self.steps * np.arange(self.count, -1, -1)
         bounds[0] = 0
-        advances, backward = kind == Verb.ADVANCE, kind == Verb.BACKWARD
+        advances, backward = verbs == Verb.ADVANCE, verbs == Verb.BACKWARD
         runs = bounds[stops] - bounds[starts]
         calls = np.where(advances, -(-runs // self.chunk), stops - starts)
         calls = np.maximum(calls, 1)  # a store, a load and a free have no steps
-        of = np.repeat(np.arange(len(kind)), calls)
+        of = np.repeat(np.arange(len(verbs)), calls)
         nth = np.arange(len(of)) - (np.cumsum(calls) - calls)[of]
         nth = np.where(backward[of], calls[of] - 1 - nth, nth)
         start, stop = starts[of], stops[of]
@@ -69,4 +69,4 @@ class Blocks:
         chunked = bounds[start] + nth * self.chunk
         start = np.where(advances[of], chunked, first)
         stop = np.where(advances[of], np.minimum(chunked + self.chunk, bounds[stop]), last)
-        return Schedule(self.length, "best", None, units, kind[of], start, stop)
+        return Schedule(self.length, "best", None, units, verbs[of], start, stop)

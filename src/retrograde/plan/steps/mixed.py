@@ -82,22 +82,22 @@ class Mixed:
         longest = int(lengths.max(initial=1))
         if self.levels == 0:
             return lengths * (lengths + 1) // 2
-        rows = [(0, 0, 1, 0), (1 + self.records, 1 + self.records, 1, 0)]
+        corners = [(0, 0, 1, 0), (1 + self.records, 1 + self.records, 1, 0)]
         n = 1
-        while rows[-1][0] < longest:
+        while corners[-1][0] < longest:
             n += 1
-            rows += [(steps, cost, n, w) for steps, cost, w in self.corners(n)]
+            corners += [(steps, cost, n, w) for steps, cost, w in self.corners(n)]
         # The last corner may not fit 64 bits; what it costs is not needed.
-        last = bisect_left(rows, (longest,))
-        rows[last:] = [(longest, 0, *rows[last][2:])]
-        steps, costs, slopes, shares = np.array(rows, np.int64).T
+        last = bisect_left(corners, (longest,))
+        corners[last:] = [(longest, 0, *corners[last][2:])]
+        steps, costs, slopes, shares = np.array(corners, np.int64).T
         at = np.searchsorted(steps, lengths)
         more = lengths - steps[at - 1]
-        found: NDArray[np.int64] = costs[at - 1] + slopes[at] * more
+        fewest: NDArray[np.int64] = costs[at - 1] + slopes[at] * more
         if shares.any():
             w = shares[at]
-            found += np.where(w > 0, -(-more // np.maximum(w, 1)), 0)
-        return found
+            fewest += np.where(w > 0, -(-more // np.maximum(w, 1)), 0)
+        return fewest
 
     def slope(self, length: int) -> tuple[int, int]:
         """Return the slope at t steps as (n, w): n + 1/w, or n alone where w is 0."""
@@ -139,13 +139,13 @@ class Mixed:
         cost = n * steps - comb(self.levels + n, n - 2)
         if self.wide and self.beta == 2 and self.levels >= 2:
             cost -= comb(self.levels + n - 4, n - 2)
-        found = []
+        corners = []
         for w, edges in sorted(self._edges(n)):
-            found.append((steps, cost, w))
+            corners.append((steps, cost, w))
             steps -= w * edges
             cost -= (n * w + 1) * edges
-        found.append((steps, cost, 0))
-        return found[::-1]
+        corners.append((steps, cost, 0))
+        return corners[::-1]
 
     def _edges(self, n: int) -> Iterator[tuple[int, int]]:
         """Yield w and the number of edges of slope n + 1/w, each of w steps."""

@@ -74,12 +74,12 @@ def _costs_without(held: Sequence[int], slots: int) -> list[int]:
     gaps = [b - a for a, b in pairwise((*held, held[-1] + 1))]
     own = [_cost(gap, max(1, slots - i)) for i, gap in enumerate(gaps)]
     left, right = 0, sum(_cost(gap, slots - i + 1) for i, gap in enumerate(gaps) if i > 1)
-    found = []
+    costs = []
     for i in range(1, len(gaps)):
-        found.append(left + _cost(gaps[i - 1] + gaps[i], slots - i + 1) + right)
+        costs.append(left + _cost(gaps[i - 1] + gaps[i], slots - i + 1) + right)
         left += own[i - 1]
         right -= _cost(gaps[i + 1], slots - i) if i + 1 < len(gaps) else 0
-    return found
+    return costs
 
 
 #: Returns the schedule of a segment, by its steps and the number of states held left of it.
@@ -122,5 +122,5 @@ def online_schedule(
             segment.units,
         )  # where the segment by itself stores its first state
         parts.append(part)
-    kind, start, stop = np.concatenate(parts).T
-    return Schedule(length, "online", None, units, kind, start, stop), done
+    verbs, start, stop = np.concatenate(parts).T
+    return Schedule(length, "online", None, units, verbs, start, stop), done

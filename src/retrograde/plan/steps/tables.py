@@ -67,30 +67,30 @@ class Tables:
     def schedule(self, length: int, memory: int, segments: Segments) -> tuple[int, bool]:
         """Add the segments of a cheapest schedule. Returns the number of the whole, and whether it
         needs the initial state to be stored before."""
-        free, held = (memory, False) if self.reuse else (memory - self.units.state, True)
-        if not held and free >= self.units.state:
-            held = self.loose[free, length] == self.held[free - self.units.state, length]
-            free -= self.units.state if held else 0
+        free, is_held = (memory, False) if self.reuse else (memory - self.units.state, True)
+        if not is_held and free >= self.units.state:
+            is_held = self.loose[free, length] == self.held[free - self.units.state, length]
+            free -= self.units.state if is_held else 0
 
-        return segments.gather((length, free, held), self._divide), held
+        return segments.gather((length, free, is_held), self._divide), is_held
 
     def _divide(self, segment: tuple[int, int, bool]) -> Segment:
-        t, f, held = segment  # steps, free units, whether the base is held
-        own = self.held if held else self.loose
+        t, f, is_held = segment  # steps, free units, whether the base is held
+        own = self.held if is_held else self.loose
         if t == 1:
             return Segment(0, 1)
-        kept = self.units.beta if held else self.units.alpha
+        kept = self.units.beta if is_held else self.units.alpha
         if f >= kept and own[f, t] == 1 + self.held[f - kept, t - 1]:
             return Segment(0, 1, (t - 1, f - kept, True))
         # A loose base is stored here until its last load. If it had to be stored until the segment
         # is done, the segment before would have stored it.
-        room = f if held else f - self.units.state
+        room = f if is_held else f - self.units.state
         y = np.arange(1, t)
         best = y[y + self.loose[room, t - y] + own[f, y] == own[f, t]]
         at = int(best[-1])
         stores = self._stores(t - at, room)
         right = (t - at, room - self.units.state if stores else room, stores)
-        return Segment(at, 0 if stores else NOTHING, right, (at, f, held), base=not held)
+        return Segment(at, 0 if stores else NOTHING, right, (at, f, is_held), base=not is_held)
 
     def _stores(self, t: int, f: int) -> bool:
         """Whether a loose base is stored until its segment is done."""
@@ -139,8 +139,8 @@ def lower_bound(length: int, memory: int, units: Units) -> int:
     Let V(f, x) be what the equations of A and B give for the greatest x·t − A(t, f) over all t.
     Then x·t − V(f, x) is a bound for every x.
     """
-    found: int = compiled(_bound)(length, memory, units.state, units.alpha, units.beta)
-    return max(length, found)
+    bound: int = compiled(_bound)(length, memory, units.state, units.alpha, units.beta)
+    return max(length, bound)
 
 
 def _bound(length: int, memory: int, state: int, alpha: int, beta: int) -> int:

@@ -115,24 +115,24 @@ class Segments:
 
     def first_advances(self, root: int) -> list[int]:
         """Return the lengths of all advances from the beginning of a whole."""
-        found = []
+        lengths = []
         while root != NOTHING and (advance := self._rows[root][0]):
-            found.append(advance)
+            lengths.append(advance)
             root = self._rows[root][3]
-        return found
+        return lengths
 
     def actions(self, root: int, length: int) -> tuple[_Verbs, _Places, _Places]:
         """Write out a segment: the verbs and positions of its actions, with ranges not yet
         merged."""
         size = self.total(root, _actions)
         check_size(length, size)
-        kind = np.empty(size, np.uint8)
+        verbs = np.empty(size, np.uint8)
         start, stop = np.empty(size, np.int64), np.empty(size, np.int64)
         if size > INTERPRETED:
-            compiled(_unfold)(np.array(self._rows, np.int64), root, kind, start, stop)
+            compiled(_unfold)(np.array(self._rows, np.int64), root, verbs, start, stop)
         else:
-            _unfold(self._rows, root, kind, start, stop)
-        return kind, start, stop
+            _unfold(self._rows, root, verbs, start, stop)
+        return verbs, start, stop
 
     def schedule(
         self,
@@ -143,12 +143,12 @@ class Segments:
         memory: int | None = None,
         units: Units | Chain | None = None,
         bound: int | float | None = None,
-        held: bool = True,
+        is_held: bool = True,
     ) -> Schedule:
-        """Return a segment as a schedule, in the longest ranges. If ``held``, it is between
+        """Return a segment as a schedule, in the longest ranges. If ``is_held``, it is between
         ``Store(0)`` and ``Free(0)``. The others are those of
         :class:`~retrograde.schedule.Schedule`."""
-        root = self.add(0, 0, root) if held else root
+        root = self.add(0, 0, root) if is_held else root
         actions = merged(*self.actions(root, length))
         return Schedule(length, policy, memory, units or Units(), *actions, bound)
 
@@ -166,7 +166,7 @@ def store_all(length: int, units: Units | Chain | None = None) -> Schedule:
     )
 
 
-def _unfold(rows: Any, root: int, kind: _Verbs, start: _Places, stop: _Places) -> None:
+def _unfold(segments: Any, root: int, verbs: _Verbs, start: _Places, stop: _Places) -> None:
     """Write out the actions; a stack holds what is still to be written: a segment, or one
     action."""
     at = 0
@@ -175,12 +175,12 @@ def _unfold(rows: Any, root: int, kind: _Verbs, start: _Places, stop: _Places) -
     while len(stack) > 0:
         verb, first, second = stack.pop()
         if verb >= 0:
-            kind[at], start[at], stop[at] = verb, first, second
+            verbs[at], start[at], stop[at] = verb, first, second
             at += 1
             continue
-        here = second
-        advance, steps, right, left = rows[first][0], rows[first][1], rows[first][2], rows[first][3]
-        base = rows[first][4]
+        here, segment = second, segments[first]
+        advance, steps, right, left = segment[0], segment[1], segment[2], segment[3]
+        base = segment[4]
         if left >= 0:
             stack.append((-1, left, here))
             if base:
@@ -189,13 +189,13 @@ def _unfold(rows: Any, root: int, kind: _Verbs, start: _Places, stop: _Places) -
         keep = here + advance
         after = keep + max(steps, 0)
         if base:
-            kind[at], start[at], stop[at] = _STORE, here, here
+            verbs[at], start[at], stop[at] = _STORE, here, here
             at += 1
         if advance > 0:
-            kind[at], start[at], stop[at] = _ADVANCE, here, keep
+            verbs[at], start[at], stop[at] = _ADVANCE, here, keep
             at += 1
         if steps >= 0:
-            kind[at], start[at], stop[at] = (_RECORD if steps else _STORE), keep, after
+            verbs[at], start[at], stop[at] = (_RECORD if steps else _STORE), keep, after
             at += 1
             stack.append((_BACKWARD if steps else _FREE, keep, after))
         if right >= 0:

@@ -87,8 +87,8 @@ def multiply_sparse(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tens
 def apply_sparse(pattern: Pattern, values: Tensor, x: Tensor) -> Tensor:
     """Return a transposed Jacobian, neither diagonal nor full, times a gradient."""
     terms = values * x.index_select(-1, pattern.tensor("indices", x.device))
-    rows = pattern.tensor("row_of", x.device)
-    return x.new_zeros(*terms.shape[:-1], pattern.shape[0]).index_add_(-1, rows, terms)
+    row_of = pattern.tensor("row_of", x.device)
+    return x.new_zeros(*terms.shape[:-1], pattern.shape[0]).index_add_(-1, row_of, terms)
 
 
 def take(weights: Tensor, pattern: Any) -> Tensor:

@@ -44,9 +44,9 @@ class Residual(nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the sum of both paths, (samples, …)."""
-        given = input.clone() if _overwrites(self.layers) else input  # the shortcut reads it too
-        found: Tensor = self.layers(given) + self.shortcut(input)
-        return found
+        passed = input.clone() if _overwrites(self.layers) else input  # the shortcut reads it too
+        total: Tensor = self.layers(passed) + self.shortcut(input)
+        return total
 
 
 def _overwrites(layer: nn.Module) -> bool:
@@ -131,15 +131,15 @@ def _observe_turns(layers: nn.Sequential, x: Tensor) -> tuple[Tensor, Path]:
 def _observe_piece(layer: nn.Module, rule: Rule, x: Tensor) -> tuple[Tensor, Path]:
     _check_apart(layer)
     # An in-place layer gets a copy, since the input is read again.
-    given = x.clone() if getattr(layer, "inplace", False) else x
+    passed = x.clone() if getattr(layer, "inplace", False) else x
     with cached():  # a parametrized weight may differ at each computation
-        y = type(layer).forward(layer, given)
+        y = type(layer).forward(layer, passed)
         _check_output(layer, x, y)
-        found = rule(layer, x, y)
-    if isinstance(found, CSR):
-        found = LayerJacobian(found.pattern, found.data.ndim == 1, found.data.detach)
-    _check_pattern(layer, x, y, found.pattern)
-    return y, found
+        jacobian = rule(layer, x, y)
+    if isinstance(jacobian, CSR):
+        jacobian = LayerJacobian(jacobian.pattern, jacobian.data.ndim == 1, jacobian.data.detach)
+    _check_pattern(layer, x, y, jacobian.pattern)
+    return y, jacobian
 
 
 def _through(
@@ -151,9 +151,9 @@ def _through(
         return run(x)
     seen: list[tuple[Tensor, Tensor, Path]] = []
 
-    def forward(given: Tensor) -> Tensor:
-        y, path = run(given)
-        seen.append((given, y, path))
+    def forward(passed: Tensor) -> Tensor:
+        y, path = run(passed)
+        seen.append((passed, y, path))
         return y
 
     layer.forward = forward
@@ -161,8 +161,8 @@ def _through(
         y = layer(x)
     finally:
         del layer.forward
-    ((given, made, path),) = seen
-    if given is not x or y is not made:
+    ((passed, made, path),) = seen
+    if passed is not x or y is not made:
         raise ScanError(
             f"{besides} of {type(layer).__name__} changed the layer's input or output, and its "
             "Jacobian does not include that: expected hooks that only observe; move the change "

@@ -61,8 +61,8 @@ def multiply_lanes(
                         j = b_of[q] * LANES
                         store(sums, j, load(sums, j, LANES) + x * spread(b, q), LANES)
             for q in range(begin, end):
-                found = load(sums, (q if whole else c_of[q]) * LANES, LANES)
-                store(c, (i * columns + q if whole else q) * samples + at, found, left)
+                total = load(sums, (q if whole else c_of[q]) * LANES, LANES)
+                store(c, (i * columns + q if whole else q) * samples + at, total, left)
 
 
 @compiled  # type: ignore[untyped-decorator]
@@ -122,12 +122,12 @@ def full_times_sparse(
         end = min(rows, row + last - first)
         part = a[i % len(a)].reshape(rows, inner)[row:end]
         turned = np.ascontiguousarray(part.T).reshape(-1)
-        found = np.empty((columns, end - row), out.dtype)
+        product = np.empty((columns, end - row), out.dtype)
         multiply_lanes(
             ends, each, turned, end - row, ptr, of, b[i % len(b)], 1, none, none,
-            found.reshape(-1), end - row, columns, 0, 1,
+            product.reshape(-1), end - row, columns, 0, 1,
         )  # fmt: skip
-        out[i].reshape(rows, columns)[row:end] = found.T
+        out[i].reshape(rows, columns)[row:end] = product.T
         first += end - row
 
 
@@ -201,10 +201,10 @@ def kron(
 ) -> None:  # fmt: skip
     """Write left·scale + right to ``out`` for the entries of a Kronecker product. The rows first …
     last − 1 are those of the left factor."""
-    rows, total = len(right_ptr) - 1, right_ptr[-1]
+    right_rows, total = len(right_ptr) - 1, right_ptr[-1]
     for i in range(first, last):
         at = left_ptr[i] * total
-        for j in range(rows):
+        for j in range(right_rows):
             for p in range(left_ptr[i], left_ptr[i + 1]):
                 base = left[p] * scale
                 for q in range(right_ptr[j], right_ptr[j + 1]):

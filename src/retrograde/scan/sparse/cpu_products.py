@@ -34,10 +34,10 @@ def multiply(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tensor:
     if "full" in (left.kind, right.kind):
         return _multiply_full(left, right, a, b)
     result = left.product(right).result
-    samples, found = _room(result.nnz, a, b)
+    samples, product = _room(result.nnz, a, b)
     of = (_NONE, _NONE) if result.kind == "full" else (result.indptr, result.indices)
     (ours, ours_wide), (theirs, theirs_wide) = _side_by_side(a), _side_by_side(b)
-    (out, _), columns = _side_by_side(found), result.shape[1]
+    (out, _), columns = _side_by_side(product), result.shape[1]
     first_of, then_of = (left.indptr, left.indices), (right.indptr, right.indices)
     pieces = _pieces(left.shape[0], left.product(right).terms * samples)
     if samples == 1:
@@ -45,7 +45,7 @@ def multiply(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tensor:
     else:
         factors = *first_of, ours, ours_wide, *then_of, theirs, theirs_wide
         share(loops.multiply_lanes, pieces, *factors, *of, out, samples, columns)
-    return found
+    return product
 
 
 def scale(pattern: Pattern, values: Tensor, diagonal: Tensor, by_column: bool) -> Tensor:
@@ -53,51 +53,51 @@ def scale(pattern: Pattern, values: Tensor, diagonal: Tensor, by_column: bool) -
     if pattern.kind == "full":
         whole = values.reshape(*values.shape[:-1], *pattern.shape)
         return (whole * (diagonal[..., None, :] if by_column else diagonal[..., None])).flatten(-2)
-    samples, found = _room(pattern.nnz, values, diagonal)
-    x, d, (out, _) = _side_by_side(values), _side_by_side(diagonal), _side_by_side(found)
+    samples, product = _room(pattern.nnz, values, diagonal)
+    x, d, (out, _) = _side_by_side(values), _side_by_side(diagonal), _side_by_side(product)
     arrays = pattern.indptr, pattern.indices
     pieces = _pieces(pattern.shape[0], pattern.nnz * samples)
     if samples == 1:
         share(loops.scale_one, pieces, *arrays, x[0], d[0], by_column, out)
     else:
         share(loops.scale_lanes, pieces, *arrays, *x, *d, by_column, out, samples)
-    return found
+    return product
 
 
 def apply(pattern: Pattern, values: Tensor, x: Tensor) -> Tensor:
     """As :func:`retrograde.scan.sparse.arithmetic.apply_sparse`."""
-    samples, found = _room(pattern.shape[0], values, x)
-    given = x.expand(samples, -1) if samples > 1 else x
-    (a, wide), (vector, _), (out, _) = map(_side_by_side, (values, given, found))
+    samples, product = _room(pattern.shape[0], values, x)
+    vectors = x.expand(samples, -1) if samples > 1 else x
+    (a, wide), (vector, _), (out, _) = map(_side_by_side, (values, vectors, product))
     arrays = pattern.indptr, pattern.indices
     pieces = _pieces(pattern.shape[0], pattern.nnz * samples)
     if samples == 1:
         share(loops.apply_one, pieces, *arrays, a, vector, out)
     else:
         share(loops.apply_lanes, pieces, *arrays, a, wide, vector, samples, out)
-    return found
+    return product
 
 
 def take(weights: Tensor, pattern: Any) -> Tensor:
     """As :func:`retrograde.scan.sparse.arithmetic.take`."""
-    found = _in_large_pages(weights.new_empty(pattern.nnz))
-    x, out, places = weights.numpy(), found.numpy(), pattern.sources
+    taken = _in_large_pages(weights.new_empty(pattern.nnz))
+    x, out, places = weights.numpy(), taken.numpy(), pattern.sources
     pieces = _pieces(pattern.nnz, pattern.nnz)
     share(loops.take, pieces, x, places, out)
-    return found
+    return taken
 
 
 def _multiply_full(left: Pattern, right: Pattern, a: Tensor, b: Tensor) -> Tensor:
     """Multiply where one factor is full. The values of a sample are stored as a matrix."""
     rows, columns = left.shape[0], right.shape[1]
-    samples, found = _room(rows * columns, a, b, one_by_one=True)
+    samples, product = _room(rows * columns, a, b, one_by_one=True)
     ours, theirs = (torch.atleast_2d(x.detach().contiguous()).numpy() for x in (a, b))
     pieces = _pieces(samples * rows, left.product(right).terms * samples)
     loop = loops.full_times_sparse if left.kind == "full" else loops.sparse_times_full
     of = right if left.kind == "full" else left
-    into = found.view(samples, -1).numpy()
+    into = product.view(samples, -1).numpy()
     share(loop, pieces, of.indptr, of.indices, ours, theirs, into, rows, columns)
-    return found
+    return product
 
 
 def _room(size: int, a: Tensor, b: Tensor, *, one_by_one: bool = False) -> tuple[int, Tensor]:

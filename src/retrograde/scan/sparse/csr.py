@@ -54,9 +54,9 @@ class CSR:
         samples. These values decide the pattern, so it is wrong for a layer whose zeros depend on
         its input."""
         present = matrix != 0 if matrix.ndim == 2 else (matrix != 0).any(0)
-        rows, columns = present.nonzero(as_tuple=True)
+        row_of, columns = present.nonzero(as_tuple=True)
         shape = present.shape[0], present.shape[1]
-        pattern = Pattern(from_pairs(rows.cpu().numpy(), columns.cpu().numpy(), shape))
+        pattern = Pattern(from_pairs(row_of.cpu().numpy(), columns.cpu().numpy(), shape))
         return cls(pattern, matrix[..., present])
 
     @property
@@ -115,10 +115,10 @@ class CSR:
     def __add__(self, other: "CSR") -> "CSR":
         both, ours, theirs = self.pattern.union(other.pattern)
         samples = self.data.shape[:-1] or other.data.shape[:-1]
-        found = self.data.new_zeros(*samples, both.nnz)
+        total = self.data.new_zeros(*samples, both.nnz)
         for places, values in ((ours, self.data), (theirs, other.data)):
-            found[..., torch.from_numpy(places).to(found.device)] += values
-        return CSR(both, found)
+            total[..., torch.from_numpy(places).to(total.device)] += values
+        return CSR(both, total)
 
     def flops(self, other: object) -> int | None:
         match other:

@@ -93,11 +93,11 @@ def full(rows: int, columns: int) -> Factor:
     return Factor(rows, columns, "full")
 
 
-def from_pairs(rows: Integers, columns: Integers, shape: tuple[int, int]) -> Factor:
+def from_pairs(row_of: Integers, columns: Integers, shape: tuple[int, int]) -> Factor:
     """Make a factor from the pairs (row, column) of its ones. They are sorted by rows and then by
     columns, without duplicates. An identity or a full factor is recognized."""
     indptr = np.zeros(shape[0] + 1, np.int64)
-    np.cumsum(np.bincount(rows, minlength=shape[0]), out=indptr[1:])
+    np.cumsum(np.bincount(row_of, minlength=shape[0]), out=indptr[1:])
     return from_arrays(indptr, np.asarray(columns), shape)
 
 
@@ -116,9 +116,9 @@ def windows(reads: Integers, size: int) -> tuple[Factor, Ints]:
     """Return the factor, inputs × outputs, in which output o reads the inputs ``reads[o, k]``, and
     the k of each entry. What is not within 0 … size − 1 is padding, and no entry."""
     o, k = np.nonzero((reads >= 0) & (reads < size))
-    rows = reads[o, k]
-    order = np.lexsort((o, rows))
-    factor = from_pairs(rows[order], o[order], (size, len(reads)))
+    inputs = reads[o, k]
+    order = np.lexsort((o, inputs))
+    factor = from_pairs(inputs[order], o[order], (size, len(reads)))
     return factor, k[order].astype(np.int32)
 
 
@@ -160,9 +160,9 @@ def combined(left: tuple[Ints, Ints], right: tuple[Ints, Ints], scale: int) -> t
     from retrograde.kernels.cpu.llvm.threads import ranges, share
     from retrograde.scan.sparse.cpu_loops import kron
 
-    rows, counts = len(left[0]) - 1, np.outer(np.diff(left[0]), np.diff(right[0]))
+    left_rows, counts = len(left[0]) - 1, np.outer(np.diff(left[0]), np.diff(right[0]))
     out = np.empty(len(left[1]) * len(right[1]), np.int32)
-    share(kron, ranges(rows, rows), *left, *right, scale, out)
+    share(kron, ranges(left_rows, left_rows), *left, *right, scale, out)
     return np.append(0, np.cumsum(counts)).astype(np.int32), out
 
 

@@ -83,9 +83,9 @@ class Outline:
         return None
 
     def _noted(self, pattern: Pattern, other: "Outline") -> "Outline":
-        found = Outline(pattern, self.shared and other.shared, self.samples, self.ledger)
-        self.ledger.note(pattern, found.shared)
-        return found
+        outline = Outline(pattern, self.shared and other.shared, self.samples, self.ledger)
+        self.ledger.note(pattern, outline.shared)
+        return outline
 
 
 def ledger_of(paths: Sequence[Path], itemsize: int, lists: bool) -> Ledger:

@@ -66,13 +66,13 @@ class OnDevices:
 
     def tensor(self, name: str, device: torch.device) -> Tensor:
         """Return an array attribute as a read-only tensor; on the CPU it shares the memory."""
-        found = self._tensors.get((name, device))
-        if found is None:
+        tensor = self._tensors.get((name, device))
+        if tensor is None:
             # A later training could not use a tensor made in inference mode.
             with torch.inference_mode(False):
-                found = torch.from_numpy(getattr(self, name)).to(device)
-            self._tensors[name, device] = found
-        return found
+                tensor = torch.from_numpy(getattr(self, name)).to(device)
+            self._tensors[name, device] = tensor
+        return tensor
 
 
 class Pattern(OnDevices):
@@ -154,10 +154,10 @@ class Pattern(OnDevices):
         # The factor that may be the result keeps the plan, so nothing outlives both factors.
         scales = self.kind == "diagonal"
         known, other = (right._scaled, self) if scales else (self._products, right)
-        found = known.get(other)
-        if found is None:
-            found = known[other] = Product(self, right, most)
-        return found
+        plan = known.get(other)
+        if plan is None:
+            plan = known[other] = Product(self, right, most)
+        return plan
 
     def union(self, other: "Pattern") -> "Union":
         """Return the entries of either, and the places of the entries of each; kept while both
@@ -168,11 +168,11 @@ class Pattern(OnDevices):
                 "to the same outputs"
             )
         if other not in self._unions:
-            rows = self.shape[1] * np.arange(self.shape[0] + 1)
+            starts = self.shape[1] * np.arange(self.shape[0] + 1)
             # The position of each entry in the full matrix, row after row.
-            ours, theirs = (rows[p.row_of] + p.indices for p in (self, other))
+            ours, theirs = (starts[p.row_of] + p.indices for p in (self, other))
             both = np.union1d(ours, theirs)
-            arrays = np.searchsorted(both, rows), both % self.shape[1]
+            arrays = np.searchsorted(both, starts), both % self.shape[1]
             places = np.searchsorted(both, ours), np.searchsorted(both, theirs)
             self._unions[other] = Pattern(from_arrays(*arrays, self.shape)), *places
         return self._unions[other]

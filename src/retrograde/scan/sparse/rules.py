@@ -73,35 +73,35 @@ def register_layer(
         [2.0, 2.0, 2.0]
     """
     if (jacobian is None) == (parts is None):
-        given = "neither" if parts is None else "both"
-        raise ScanError(f"jacobian and parts: {given} given; expected one of them")
+        which = "neither" if parts is None else "both"
+        raise ScanError(f"jacobian and parts: {which} given; expected one of them")
     _KNOWN.update(dict.fromkeys(kinds, (jacobian, parts)))
 
 
 def rule_of(layer: nn.Module) -> Rule:
     """Return the rule for a layer; raises ``ScanError`` where there is none."""
-    found, _ = _look_up(layer)
-    if found is None:
+    rule, _ = _look_up(layer)
+    if rule is None:
         name = type(layer).__name__
         raise ScanError(
             f"{name} has no transposed Jacobian here: expected a layer with a rule; give it one by "
             f"rg.scan.register_layer({name}, jacobian=...), or parts=... if it is made of "
             "layers that have one, or use backward=None"
         )
-    return found
+    return rule
 
 
 def parts_of(layer: nn.Module) -> nn.Module | None:
     """Return a module of known layers with the same outputs; None if the layer is one piece."""
-    _, found = _look_up(layer)
-    return None if found is None else found(layer)
+    _, parts = _look_up(layer)
+    return None if parts is None else parts(layer)
 
 
 def _look_up(layer: nn.Module) -> tuple[Rule | None, Parts | None]:
     own = "forward" in vars(layer)  # this instance has its own forward pass
-    for kind in () if own else type(layer).__mro__:
-        if kind in _KNOWN and kind.forward is type(layer).forward:
-            return _KNOWN[kind]
+    for ancestor in () if own else type(layer).__mro__:
+        if ancestor in _KNOWN and ancestor.forward is type(layer).forward:
+            return _KNOWN[ancestor]
     return None, None
 
 
@@ -120,8 +120,8 @@ def _elementwise(layer: nn.Module, x: Tensor, y: Tensor) -> LayerJacobian:
 def _slopes(x: Tensor, y: Tensor) -> Tensor:
     """Return the gradient of x for a gradient of ones, (samples, inputs)."""
     ones = torch.ones((), dtype=y.dtype, device=y.device).expand_as(y)
-    (found,) = torch.autograd.grad(y, x, ones, retain_graph=True)
-    return found.flatten(1)
+    (gradient,) = torch.autograd.grad(y, x, ones, retain_graph=True)
+    return gradient.flatten(1)
 
 
 def _unchanged(layer: nn.Module, x: Tensor, y: Tensor) -> LayerJacobian:
@@ -166,8 +166,8 @@ def _average_pool(layer: Any, x: Tensor, y: Tensor) -> LayerJacobian:
         counts = reduce(np.multiply.outer, (f.column_counts for f in pattern.factors[1:]))
         share = type(layer).forward(layer, ones).flatten() / torch.from_numpy(counts.ravel())
         columns = pattern.tensor("indices", x.device) % len(share)
-        found: Tensor = share.to(x).index_select(0, columns)
-        return found
+        shares: Tensor = share.to(x).index_select(0, columns)
+        return shares
 
     return LayerJacobian(pattern, True, values, scratch=8)
 
@@ -191,10 +191,10 @@ def _windows(layer: object, x: Tensor, y: Tensor) -> Pattern:
 
 def _batch_norm(layer: Any, x: Tensor, y: Tensor) -> LayerJacobian:
     def scales() -> Tensor:
-        found: Tensor = (layer.running_var + layer.eps).rsqrt()
+        scale: Tensor = (layer.running_var + layer.eps).rsqrt()
         if layer.weight is not None:
-            found = found * layer.weight.detach()
-        return found.repeat_interleave(prod(x.shape[2:]))
+            scale = scale * layer.weight.detach()
+        return scale.repeat_interleave(prod(x.shape[2:]))
 
     return LayerJacobian(_diagonal(x), True, scales)
 

@@ -51,8 +51,8 @@ def transposed_jacobian(layer: nn.Module, input: Tensor, *, memory: Memory | Non
                 f"and {format_bytes(limit)} are available: expected memory for all of it; give "
                 "fewer samples, or more memory"
             )
-        found: CSR = matrix_of(path, lambda piece: piece.csr(input))
-    return CSR(found.pattern, found.data.detach())
+        matrix: CSR = matrix_of(path, lambda piece: piece.csr(input))
+    return CSR(matrix.pattern, matrix.data.detach())
 
 
 def room(memory: Memory | None, device: torch.device) -> int:

@@ -34,10 +34,10 @@ _CHANGES = 100
 
 def known(key: Hashable, make: Callable[[], P]) -> P:
     """Return the pattern of a key, made unless it exists."""
-    found: P | None = _PATTERNS.get(key)
-    if found is None:
-        found = _PATTERNS[key] = make()
-    return found
+    pattern: P | None = _PATTERNS.get(key)
+    if pattern is None:
+        pattern = _PATTERNS[key] = make()
+    return pattern
 
 
 def count_weights(layers: Iterable[nn.Module]) -> None:
@@ -124,18 +124,18 @@ class Weighted(Pattern):
     def sources(self) -> Ints:
         """The index of each entry's weight: (nnz,)."""
         sides = [(f.indptr, place) for f, place in zip(self.factors, self._places, strict=True)]
-        found = sides[0]
+        joined = sides[0]
         for side, size in zip(sides[1:], self._sizes[1:], strict=True):
-            found = combined(found, side, size)
-        return found[1]
+            joined = combined(joined, side, size)
+        return joined[1]
 
     def pruned(self, present: np.ndarray) -> "Pruned":
         """Return the pattern of the weights that are ``present`` (flat), that is, not zero."""
         key = np.packbits(present).tobytes()
-        found = self._pruned.get(key)
-        if found is None:
-            found = self._pruned[key] = Pruned(self, present)
-        return found
+        pattern = self._pruned.get(key)
+        if pattern is None:
+            pattern = self._pruned[key] = Pruned(self, present)
+        return pattern
 
 
 class Pruned(Pattern):
@@ -152,14 +152,14 @@ class Pruned(Pattern):
 def _of_weights(pattern: Weighted, weight: Tensor) -> LayerJacobian:
     """Return the Jacobian whose entries are the weights that are not zero; all samples share it."""
     flat = weight.detach().reshape(-1)
-    found: Weighted | Pruned = pattern
+    reduced: Weighted | Pruned = pattern
     version, count = _COUNTS.get(weight, (None, 0))
     if version != weight._version and not _may_be_any(weight):
         count = int(torch.count_nonzero(flat))
     if count < len(flat):
-        found = pattern.pruned((flat != 0).cpu().numpy())
+        reduced = pattern.pruned((flat != 0).cpu().numpy())
 
     def values() -> Tensor:
-        return sparse_kernels(flat.device.type, flat.dtype).take(flat, found)
+        return sparse_kernels(flat.device.type, flat.dtype).take(flat, reduced)
 
-    return LayerJacobian(found, True, values, scratch=4)
+    return LayerJacobian(reduced, True, values, scratch=4)

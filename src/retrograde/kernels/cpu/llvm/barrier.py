@@ -94,8 +94,8 @@ def meet(_: object, meeting: Kind, number: Kind) -> Written:
         long = b.icmp_signed(">=", more, word(_PATIENCE))
         b.cbranch(b.and_(long, b.icmp_signed("!=", address, word(0))), give, look)
         b.position_at_end(give)
-        kind = ir.FunctionType(ir.IntType(32), []).as_pointer()
-        b.call(b.inttoptr(address, kind), [])
+        function_type = ir.FunctionType(ir.IntType(32), []).as_pointer()
+        b.call(b.inttoptr(address, function_type), [])
         b.branch(look)
         for value, block in ((word(0), before), (more, tired), (more, give)):
             looks.add_incoming(value, block)

@@ -38,10 +38,10 @@ class Dual(types.Type):  # type: ignore[misc]
 
 @register_model(Dual)  # type: ignore[untyped-decorator]
 class _DualModel(models.PrimitiveModel):  # type: ignore[misc]
-    def __init__(self, manager: Any, kind: Dual) -> None:
-        vector = vector_of(manager.lookup(kind.dtype).get_value_type())
-        parts = ir.LiteralStructType([vector] * (1 + len(kind.by)))
-        super().__init__(manager, kind, parts)  # type: ignore[no-untyped-call]
+    def __init__(self, manager: Any, dual: Dual) -> None:
+        vector = vector_of(manager.lookup(dual.dtype).get_value_type())
+        parts = ir.LiteralStructType([vector] * (1 + len(dual.by)))
+        super().__init__(manager, dual, parts)  # type: ignore[no-untyped-call]
 
 
 def _made(dtype: Kind, by: tuple[int, ...]) -> Kind:
@@ -63,10 +63,10 @@ def _open(
 def _close(builder: Builder, kind: Kind, vector: Value, slopes: Slopes) -> Value:
     if isinstance(kind, Lanes):
         return vector
-    found = ir.Constant(ir.LiteralStructType([vector.type] * (1 + len(slopes))), ir.Undefined)
+    packed = ir.Constant(ir.LiteralStructType([vector.type] * (1 + len(slopes))), ir.Undefined)
     for k, part in enumerate([vector, *(slopes[by] for by in kind.by)]):
-        found = builder.insert_value(found, part, k)
-    return found
+        packed = builder.insert_value(packed, part, k)
+    return packed
 
 
 def _operator(of: Callable[..., object], rule: Rule) -> None:
@@ -77,21 +77,21 @@ def _operator(of: Callable[..., object], rule: Rule) -> None:
     def operation(_: object, a: Kind, b: Kind) -> Written:
         dtype = next(t.dtype for t in (a, b) if isinstance(t, Lanes | Dual))
         by = tuple(sorted({*getattr(a, "by", ()), *getattr(b, "by", ())}))
-        kind = _made(dtype, by)
+        outcome = _made(dtype, by)
 
         def code(context: Target, builder: Builder, signature: Signature, args: Args) -> Value:
             opened = [
                 _open(context, builder, t, v, dtype) for t, v in zip((a, b), args, strict=True)
             ]
-            found, factors = rule(builder, opened[0][0], opened[1][0])
+            vector, factors = rule(builder, opened[0][0], opened[1][0])
             slopes: Slopes = {}
             for (_, own), factor in zip(opened, factors, strict=True):
                 for k, slope in own.items():
                     term = slope if factor is None else _times(builder, factor, slope)
                     slopes[k] = _plus(builder, slopes[k], term) if k in slopes else term
-            return _close(builder, kind, found, slopes)
+            return _close(builder, outcome, vector, slopes)
 
-        return kind(a, b), code
+        return outcome(a, b), code
 
     def choose(a, b):  # type: ignore[no-untyped-def] # numba compares argument names
         known = all(isinstance(t, Lanes | Dual | types.Number) for t in (a, b))
@@ -110,8 +110,8 @@ def _plus(builder: Builder, a: Value, b: Value) -> Value:
 
 
 def _divided(builder: Builder, a: Value, b: Value) -> Differentiated:
-    found, part = builder.fdiv(a, b), builder.fdiv(ir.Constant(b.type, [1.0] * lanes.LANES), b)
-    return found, (part, builder.fneg(_times(builder, found, part)))
+    ratio, part = builder.fdiv(a, b), builder.fdiv(ir.Constant(b.type, [1.0] * lanes.LANES), b)
+    return ratio, (part, builder.fneg(_times(builder, ratio, part)))
 
 
 def _subtracted(builder: Builder, a: Value, b: Value) -> Differentiated:
@@ -136,11 +136,11 @@ def _function(
         def code(context: Target, builder: Builder, signature: Signature, args: Args) -> Value:
             vector, slopes = _open(context, builder, x, args[0], x.dtype)
             zero, one = (ir.Constant(vector.type, [n] * lanes.LANES) for n in (0.0, 1.0))
-            found = write(builder, vector, zero, one)
+            mapped = write(builder, vector, zero, one)
             if slopes:
-                factor = slope(builder, vector, found, one)
+                factor = slope(builder, vector, mapped, one)
                 slopes = {k: _times(builder, factor, part) for k, part in slopes.items()}
-            return _close(builder, x, found, slopes)
+            return _close(builder, x, mapped, slopes)
 
         return x(x), code
 
@@ -168,8 +168,8 @@ _function(operator.neg, lambda b, x, zero, one: b.fneg(x), lambda b, x, y, one: 
 def _heaviside(_: object, x: Kind, at_zero: Kind) -> Written:
     def code(context: Target, builder: Builder, signature: Signature, args: Args) -> Value:
         zero, one = (ir.Constant(args[0].type, [n] * lanes.LANES) for n in (0.0, 1.0))
-        found = builder.select(builder.fcmp_ordered(">", args[0], zero), one, zero)
-        return builder.select(builder.fcmp_ordered("==", args[0], zero), args[1], found)
+        step = builder.select(builder.fcmp_ordered(">", args[0], zero), one, zero)
+        return builder.select(builder.fcmp_ordered("==", args[0], zero), args[1], step)
 
     return x(x, at_zero), code
 
@@ -182,8 +182,8 @@ def _of_torch(x, at_zero):  # type: ignore[no-untyped-def] # of no duals: torch 
 
 @intrinsic
 def _vector(_: object, x: Kind) -> Written:
-    kind = Lanes(x.dtype)(x)
-    return kind, lambda context, b, _, args: _open(context, b, x, args[0], x.dtype)[0]
+    signature = Lanes(x.dtype)(x)
+    return signature, lambda context, b, _, args: _open(context, b, x, args[0], x.dtype)[0]
 
 
 def _detach(x):  # type: ignore[no-untyped-def]
@@ -197,15 +197,15 @@ for _kind in (Lanes, Dual):
 @intrinsic
 def seeded(_: object, vectors: Kind) -> Written:
     """Return a tuple of vectors as duals: the derivative of the k-th by itself is one."""
-    kinds = [Dual(kind.dtype, (k,)) for k, kind in enumerate(vectors)]
+    kinds = [Dual(vector.dtype, (k,)) for k, vector in enumerate(vectors)]
 
     def code(context: Target, builder: Builder, signature: Signature, args: Args) -> Value:
-        found = []
-        for k, kind in enumerate(kinds):
+        duals = []
+        for k, dual in enumerate(kinds):
             vector = builder.extract_value(args[0], k)
             one = ir.Constant(vector.type, [1.0] * lanes.LANES)
-            found.append(_close(builder, kind, vector, {k: one}))
-        return context.make_tuple(builder, signature.return_type, found)
+            duals.append(_close(builder, dual, vector, {k: one}))
+        return context.make_tuple(builder, signature.return_type, duals)
 
     return types.Tuple(kinds)(vectors), code
 

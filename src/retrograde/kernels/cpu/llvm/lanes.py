@@ -90,9 +90,9 @@ class Lanes(types.Type):  # type: ignore[misc]
 
 @register_model(Lanes)  # type: ignore[untyped-decorator]
 class _LanesModel(models.PrimitiveModel):  # type: ignore[misc]
-    def __init__(self, manager: Any, kind: Lanes) -> None:
-        element = manager.lookup(kind.dtype).get_value_type()
-        super().__init__(manager, kind, vector_of(element))  # type: ignore[no-untyped-call]
+    def __init__(self, manager: Any, lanes: Lanes) -> None:
+        element = manager.lookup(lanes.dtype).get_value_type()
+        super().__init__(manager, lanes, vector_of(element))  # type: ignore[no-untyped-call]
 
 
 def vector_of(element: ir.Type) -> ir.VectorType:
@@ -100,8 +100,8 @@ def vector_of(element: ir.Type) -> ir.VectorType:
     return ir.VectorType(element, LANES)
 
 
-def _constant(kind: ir.VectorType, value: float) -> Value:
-    return ir.Constant(kind, [value] * LANES)
+def _constant(vector_type: ir.VectorType, value: float) -> Value:
+    return ir.Constant(vector_type, [value] * LANES)
 
 
 def broadcast(builder: Builder, number: Value) -> Value:
@@ -128,10 +128,10 @@ def mask(builder: Builder, left: Value) -> Value:
 
 
 def masked(
-    builder: Builder, name: str, kind: ir.VectorType, result: ir.Type, arguments: list[Value]
+    builder: Builder, name: str, vector_type: ir.VectorType, result: ir.Type, arguments: list[Value]
 ) -> Value:
     """Write a call of LLVM's masked load or store."""
-    element = "f64" if isinstance(kind.element, ir.DoubleType) else "f32"
+    element = "f64" if isinstance(vector_type.element, ir.DoubleType) else "f32"
     return _call(builder, f"masked.{name}.v{LANES}{element}.p0", result, arguments)
 
 
@@ -148,8 +148,8 @@ def total_of(builder: Builder, vector: Value) -> Value:
     """Write the code of the sum of a vector's numbers."""
     element = vector.type.element
     name = f"vector.reduce.fadd.v{LANES}f{64 if isinstance(element, ir.DoubleType) else 32}"
-    given = [ir.Constant(element, -0.0), vector]
-    return _call(builder, name, element, given, fastmath=("reassoc",))
+    arguments = [ir.Constant(element, -0.0), vector]
+    return _call(builder, name, element, arguments, fastmath=("reassoc",))
 
 
 def _read(
@@ -167,10 +167,10 @@ def _read(
             rest = [pointer, ir.IntType(32)(align), mask(builder, left), _constant(vector, 0.0)]
             short = masked(builder, "load", vector, vector, rest)
             from_short = builder.block
-    found = builder.phi(vector)
-    found.add_incoming(plain, from_plain)
-    found.add_incoming(short, from_short)
-    return found
+    loaded = builder.phi(vector)
+    loaded.add_incoming(plain, from_plain)
+    loaded.add_incoming(short, from_short)
+    return loaded
 
 
 def _write(
@@ -214,16 +214,16 @@ def _places(builder: Builder, index: Value, apart: Value, count: int) -> list[Va
 def load_each(_: object, array: Kind, index: Kind, apart: Kind, left: Kind, count: Kind) -> Written:
     """Return a tuple of vectors, ``apart`` from one another; their number is a literal."""
     many, place = count.literal_value, types.intp
-    kind = types.UniTuple(Lanes(array.dtype), many) if many else types.Tuple(())
+    tuple_type = types.UniTuple(Lanes(array.dtype), many) if many else types.Tuple(())
 
     def code(context: Target, builder: Builder, signature: Signature, args: Args) -> Value:
-        found = [
+        vectors = [
             _read(context, builder, signature.args[0], args[0], at, args[3])
             for at in _places(builder, args[1], args[2], many)
         ]
-        return context.make_tuple(builder, signature.return_type, found)
+        return context.make_tuple(builder, signature.return_type, vectors)
 
-    return kind(array, place, place, place, count), code
+    return tuple_type(array, place, place, place, count), code
 
 
 @intrinsic
@@ -247,8 +247,8 @@ def added(_: object, a: Kind, b: Kind) -> Written:
 
     def code(context: Target, builder: Builder, signature: Signature, args: Args) -> Value:
         pairs = [[builder.extract_value(t, k) for t in args] for k in range(len(a))]
-        found = [builder.fadd(*pair, flags=_CONTRACT) for pair in pairs]
-        return context.make_tuple(builder, signature.return_type, found)
+        sums = [builder.fadd(*pair, flags=_CONTRACT) for pair in pairs]
+        return context.make_tuple(builder, signature.return_type, sums)
 
     return (types.UniTuple(a.dtype, len(a)) if len(a) else types.Tuple(()))(a, b), code
 
@@ -256,13 +256,13 @@ def added(_: object, a: Kind, b: Kind) -> Written:
 @intrinsic
 def spread(_: object, array: Kind, index: Kind) -> Written:
     """Return a vector with the number at an index of a flat array in every lane."""
-    kind = Lanes(array.dtype)
+    vector = Lanes(array.dtype)
 
     def code(context: Target, builder: Builder, signature: Signature, args: Args) -> Value:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
         return broadcast(builder, builder.load(builder.gep(data, [args[1]])))
 
-    return kind(array, types.intp), code
+    return vector(array, types.intp), code
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
@@ -278,8 +278,8 @@ def quotient(_: object, a: Kind, b: Kind) -> Written:
 
     def code(context: Target, builder: Builder, signature: Signature, args: Args) -> Value:
         zero = _constant(args[0].type, 0.0)
-        found = builder.fdiv(*args)
-        return builder.select(builder.fcmp_ordered("==", args[1], zero), zero, found)
+        ratio = builder.fdiv(*args)
+        return builder.select(builder.fcmp_ordered("==", args[1], zero), zero, ratio)
 
     return a(a, b), code
 
@@ -290,8 +290,8 @@ def _of_a_vector(write: Callable[[Builder, Value, Value, Value], Value]) -> Any:
     @intrinsic
     def operation(_: object, x: Kind) -> Written:
         def code(context: Target, builder: Builder, signature: Signature, args: Args) -> Value:
-            kind = args[0].type
-            return write(builder, args[0], _constant(kind, 0.0), _constant(kind, 1.0))
+            vector_type = args[0].type
+            return write(builder, args[0], _constant(vector_type, 0.0), _constant(vector_type, 1.0))
 
         return x(x), code
 
@@ -325,8 +325,8 @@ def tanh(builder: Builder, x: Value, zero: Value, one: Value) -> Value:
     less = builder.fcmp_ordered("<", x, zero)
     twice = builder.fadd(x, x)
     less_one, e = _exponential(builder, builder.select(less, twice, builder.fneg(twice)))
-    found = builder.fdiv(less_one, builder.fadd(one, e))  # tanh of −|x|
-    return builder.select(less, found, builder.fneg(found))
+    negative = builder.fdiv(less_one, builder.fadd(one, e))  # tanh of −|x|
+    return builder.select(less, negative, builder.fneg(negative))
 
 
 def _exponential(builder: Builder, x: Value) -> tuple[Value, Value]:

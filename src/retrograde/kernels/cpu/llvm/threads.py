@@ -175,14 +175,14 @@ def _in_team(
 
     def code(context: Target, builder: Builder, signature: Signature, passed: Args) -> Value:
         word, flag, data, none = _INDEX, ir.IntType(32), ir.IntType(8).as_pointer(), ir.VoidType()
-        rows = context.make_array(parts)(context, builder, passed[2])
-        count = builder.extract_value(rows.shape, 0)
+        table = context.make_array(parts)(context, builder, passed[2])
+        count = builder.extract_value(table.shape, 0)
         lent = _lent(builder, args, passed[4])
         values = [builder.extract_value(lent, k) for k in range(len(args))]
         taken, failed = word(0), word(0)
-        fields = [taken, failed, count, rows.data, passed[1], *values]
-        kind = ir.LiteralStructType([field.type for field in fields])
-        shared = cgutils.alloca_once(builder, kind)
+        fields = [taken, failed, count, table.data, passed[1], *values]
+        layout = ir.LiteralStructType([field.type for field in fields])
+        shared = cgutils.alloca_once(builder, layout)
         for k, field in enumerate(fields):
             builder.store(field, cgutils.gep_inbounds(builder, shared, 0, k))
 
@@ -190,7 +190,7 @@ def _in_team(
         thread = ir.Function(builder.module, of_thread, builder.module.get_unique_name("thread"))
         thread.linkage = "internal"
         b = ir.IRBuilder(thread.append_basic_block())
-        own = b.bitcast(thread.args[0], kind.as_pointer())
+        own = b.bitcast(thread.args[0], layout.as_pointer())
         places = [cgutils.gep_inbounds(b, own, 0, k) for k in range(len(fields))]
         _, _, all_rows, first, address, *loaded = (b.load(place) for place in places)
         begin, end = (cgutils.alloca_once_value(b, value) for value in (word(0), all_rows))
@@ -208,12 +208,12 @@ def _in_team(
         b.position_at_end(work)
         row = b.gep(first, [b.mul(b.add(number, b.load(begin)), word(numbers))])
         part = [b.load(b.gep(row, [word(k)])) for k in range(numbers)]
-        found = loop.dispatcher.get_compile_result(called)
-        context.active_code_library.add_linking_library(found.library)
-        callee = context.declare_function(b.module, found.fndesc)
-        given = called.return_type, called.args, [*loaded, *part]
+        compilation = loop.dispatcher.get_compile_result(called)
+        context.active_code_library.add_linking_library(compilation.library)
+        callee = context.declare_function(b.module, compilation.fndesc)
+        call = called.return_type, called.args, [*loaded, *part]
         # Inlined, it would be optimized once more, and be slower.
-        status, _ = context.call_conv.call_function(b, callee, *given, attrs=("noinline",))
+        status, _ = context.call_conv.call_function(b, callee, *call, attrs=("noinline",))
         with cgutils.if_unlikely(b, status.is_error):
             b.store(word(1), places[1])
         b.branch(look)

@@ -147,19 +147,19 @@ def panels(*matrices: Tensor) -> Tensor:
     may be views, and N may differ. Views (R, K, N / K) are copied once more, one at a time. A panel
     is contiguous, so it stays in the nearest cache while rows are multiplied by it."""
     count, rows = -(-max(u[0].numel() for u in matrices) // PANEL), len(matrices[0])
-    found = matrices[0].new_empty(len(matrices), count, rows * PANEL)
-    for matrix, own in zip(matrices, found.numpy(), strict=True):
+    copies = matrices[0].new_empty(len(matrices), count, rows * PANEL)
+    for matrix, own in zip(matrices, copies.numpy(), strict=True):
         u = matrix if matrix.dim() == 2 else matrix.permute(1, 2, 0).flatten(0, 1).t()
         turned = u.stride(1) > u.stride(0)
-        given = (u.t() if turned else u).detach()
-        given = given if given.stride(1) == 1 else given.contiguous()
-        stride, columns = given.stride(0), u.shape[1]
-        flat = given.as_strided(((len(given) - 1) * stride + given.shape[1],), (1,)).numpy()
+        source = (u.t() if turned else u).detach()
+        source = source if source.stride(1) == 1 else source.contiguous()
+        stride, columns = source.stride(0), u.shape[1]
+        flat = source.as_strided(((len(source) - 1) * stride + source.shape[1],), (1,)).numpy()
         for p, panel in enumerate(own):
             at = p * PANEL * (stride if turned else 1)
             pack(flat, at, stride, turned, rows, columns - p * PANEL, panel)
-        del u, given, flat  # before the next copy is made
-    return found.view(len(matrices), count, rows, PANEL)
+        del u, source, flat  # before the next copy is made
+    return copies.view(len(matrices), count, rows, PANEL)
 
 
 def panels_of(columns: int) -> int:
@@ -211,8 +211,8 @@ def _tile(
     def write(tile: "_Tile", args: Any, sizes: list[Value]) -> None:
         tile.add(args[10:], args[1:4], args[5], args[7:10], sizes)
 
-    given = a, at, to_row, to_term, u, panel, out, to, width, left, rows, vectors
-    return _code_of(write, given, (0, 4, 6))
+    argument_kinds = a, at, to_row, to_term, u, panel, out, to, width, left, rows, vectors
+    return _code_of(write, argument_kinds, (0, 4, 6))
 
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
@@ -231,21 +231,21 @@ def _dots(
 
 
 def _code_of(
-    write: Callable[..., None], given: tuple[Kind, ...], arrays: tuple[int, int, int]
+    write: Callable[..., None], argument_kinds: tuple[Kind, ...], arrays: tuple[int, int, int]
 ) -> Written:
     """Return what numba asks of an intrinsic whose last two arguments are the tile's shape.
     ``arrays`` are the places of a, u and out among its arguments."""
-    kinds = [kind if k in arrays else types.intp for k, kind in enumerate(given[:-2])]
-    shape = [kind.literal_value for kind in given[-2:]]
+    kinds = [kind if k in arrays else types.intp for k, kind in enumerate(argument_kinds[:-2])]
+    shape = [kind.literal_value for kind in argument_kinds[-2:]]
 
     def code(context: Target, builder: Builder, signature: Signature, args: Args) -> Value:
         own = [context.make_array(signature.args[i])(context, builder, args[i]) for i in arrays]
-        tile = _Tile(builder, [array.data for array in own], given[0].dtype.bitwidth // 8)
+        tile = _Tile(builder, [array.data for array in own], argument_kinds[0].dtype.bitwidth // 8)
         sizes = [builder.extract_value(own[1].shape, i) for i in range(3)]
         write(tile, [*args[:-2], *shape], sizes)
         return context.get_dummy_value()
 
-    return types.void(*kinds, *given[-2:]), code
+    return types.void(*kinds, *argument_kinds[-2:]), code
 
 
 @intrinsic
@@ -284,8 +284,8 @@ class _Tile:
 
         def read(term: Value) -> tuple[list[Value], list[Value]]:
             row, step = b.mul(term, wide), b.mul(term, to_term)
-            given = [self._plus(column, row) for column in columns]
-            factors = [self._load(self.u, place, None if vectors else left) for place in given]
+            starts = [self._plus(column, row) for column in columns]
+            factors = [self._load(self.u, place, None if vectors else left) for place in starts]
             return factors, [self._spread(self._plus(first, step)) for first in firsts]
 
         sums = self._sums(rows, len(columns), terms, 1, read)
@@ -308,8 +308,8 @@ class _Tile:
             if left is None:
                 b.store(total, at, align=self.item_bytes)
             else:
-                given = [total, at, ir.IntType(32)(self.item_bytes), mask(b, left)]
-                masked(b, "store", self.vector, ir.VoidType(), given)
+                arguments = [total, at, ir.IntType(32)(self.item_bytes), mask(b, left)]
+                masked(b, "store", self.vector, ir.VoidType(), arguments)
 
     def add_dots(self, shape: Shape, at: Value, first: Value, of_out: Args, terms: Value) -> None:
         """Write the code of a tile, with :func:`_dots`'s ``shape`` and places."""
@@ -335,17 +335,17 @@ class _Tile:
         """Write the code of a transposition, by perfect shuffles of rows."""
         b, half = self.builder, LANES // 2
         places = [self._plus(at, b.mul(stride, _INDEX(i))) for i in range(LANES)]
-        rows = [b.load(self._vector_at(self.a, place), align=self.item_bytes) for place in places]
+        matrix = [b.load(self._vector_at(self.a, place), align=self.item_bytes) for place in places]
         orders = [[start + k // 2 + LANES * (k % 2) for k in range(LANES)] for start in (0, half)]
         index = ir.VectorType(ir.IntType(32), LANES)
         for _ in range(LANES.bit_length() - 1):
-            pairs = zip(rows[:half], rows[half:], strict=True)
-            rows = [
+            pairs = zip(matrix[:half], matrix[half:], strict=True)
+            matrix = [
                 b.shuffle_vector(one, other, ir.Constant(index, order))
                 for one, other in pairs
                 for order in orders
             ]
-        for i, row in enumerate(rows):
+        for i, row in enumerate(matrix):
             place = self._plus(to, i * PANEL)
             b.store(row, self._vector_at(self.out, place), align=self.item_bytes)
 
@@ -374,11 +374,11 @@ class _Tile:
             value.add_incoming(last, loop)
         b.cbranch(b.icmp_signed("<", following, terms), loop, done)
         b.position_at_end(done)
-        found = {pair: b.phi(self.vector) for pair in pairs}
-        for pair, value in found.items():
+        totals = {pair: b.phi(self.vector) for pair in pairs}
+        for pair, value in totals.items():
             value.add_incoming(start[pair], before)
             value.add_incoming(after[pair], loop)
-        return found
+        return totals
 
     def _places(self, to: Value, width: Value, rows: int, columns: Iterable[int]) -> Sums:
         """Return where in ``out`` each sum belongs."""
@@ -412,5 +412,5 @@ class _Tile:
         if left is None:
             return b.load(at, align=self.item_bytes)
         zero = ir.Constant(self.vector, [0.0] * LANES)
-        given = [at, ir.IntType(32)(self.item_bytes), mask(b, left), zero]
-        return masked(b, "load", self.vector, self.vector, given)
+        arguments = [at, ir.IntType(32)(self.item_bytes), mask(b, left), zero]
+        return masked(b, "load", self.vector, self.vector, arguments)
