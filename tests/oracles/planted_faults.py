@@ -39,7 +39,7 @@ FAULTS = {
         "                pass\n", "cells/test_unroll_cells.py", "",
     ),
     "the variables of a closure are not found": (
-        "replay/referents.py", '        self.named(held, "the variable {!r}", depth)\n', "",
+        "replay/referents.py", '        self.named(variables, "the variable {!r}", depth)\n', "",
         "replay/test_referents.py", "",
     ),
     "buffers are not copied back": (

@@ -78,8 +78,8 @@ def fit(
         (True, True)
     """
     parse_memory(memory)
-    if inputs is not (given := shaped(inputs, cell)):
-        inputs = given.normal_()
+    if inputs is not (example := shaped(inputs, cell)):
+        inputs = example.normal_()
     if compile:
         refuse_compiled(stateful=stateful or None)
         if isinstance(cell, nn.RNNBase | nn.Sequential | Recurrent):
@@ -91,8 +91,8 @@ def fit(
         return timed(twin(cell)._fit_within(memory, inputs, state), cell, inputs, state)
     if isinstance(cell, nn.Sequential) and not stateful:
         if state is not None:
-            kind = type(state).__name__
-            raise NotExactError(f"got a state, a {kind}, for a Sequential: expected none")
+            class_name = type(state).__name__
+            raise NotExactError(f"got a state, a {class_name}, for a Sequential: expected none")
         return _fit_chain(cell, inputs, memory)
     if isinstance(cell, Recurrent):
         call, cell, state = cell._call_of(inputs, state)
@@ -106,55 +106,55 @@ def fit(
         call = CellCall(leaves, spec, layout, memory, None, compile)
         cell = as_cell(cell)
     with torch.enable_grad():
-        found, runs = call.planned(cell, state)
+        plan, runs = call.planned(cell, state)
         if callable(runs):
-            return replace(found, seconds=runs())
+            return replace(plan, seconds=runs())
         if isinstance(runs[0], nn.RNNBase):
-            return timed(found, *runs)
+            return timed(plan, *runs)
         core, read, later = runs
         with Processor() as processor, core.surroundings.measured():
             times, steps = time_steps(core, read, later, _REPEATS), min(_STEPS, len(read))
             run = partial(ordinary_bytes, core, read, later, steps, whole=True, by=time_pass)
             plain = median(run() for _ in range(_REPEATS)) * len(read) / steps
-            seconds = plain * _ratio(found, times)
-            given = *call.tensors, *tensors_in(state), *core.parameters
-            wanted = [t for t in given if t.requires_grad]
+            seconds = plain * _ratio(plan, times)
+            tensors = *call.tensors, *tensors_in(state), *core.parameters
+            wanted = [t for t in tensors if t.requires_grad]
             if wanted and seconds < _SHORT:
                 seconds = time_iterations(lambda: tensors_in(call.run(cell, state)[::2]), wanted)
-    return replace(found, seconds=seconds, ordinary_seconds=plain, is_busy=processor.is_busy)
+    return replace(plan, seconds=seconds, ordinary_seconds=plain, is_busy=processor.is_busy)
 
 
-def _ratio(found: Fit, times: RangeTimes) -> float:
+def _ratio(plan: Fit, times: RangeTimes) -> float:
     """Return how much longer a plan takes than ordinary backpropagation. Steps that are timed one
     by one take longer than in a loop, so only the ratio counts."""
-    whole = times.record(1, found.schedule.length) + times.backward(1, found.schedule.length)
-    return 1.0 if found.ordinary else iteration_seconds(found, times) / whole
+    whole = times.record(1, plan.schedule.length) + times.backward(1, plan.schedule.length)
+    return 1.0 if plan.ordinary else iteration_seconds(plan, times) / whole
 
 
 def _fit_chain(chain: nn.Sequential, inputs: Any, memory: Memory) -> ChainFit:
     """Return the plan of a chain. If it is short, a few iterations are timed."""
     layers = OrderedDict(chain._modules)
     ours, theirs = Sequential(layers, memory=memory), nn.Sequential(layers)
-    found = ours.fit(inputs)
+    plan = ours.fit(inputs)
     wanted = [t for t in (*tensors_in(inputs), *chain.parameters()) if t.requires_grad]
-    if found.seconds > _SHORT:
-        return found
+    if plan.seconds > _SHORT:
+        return plan
     with untouched(chain):
         seconds = time_iterations(lambda: tensors_in(ours(inputs)), wanted)
-        ordinary = seconds * found.ordinary_seconds / found.seconds
-        if found.ordinary_bytes <= _BYTES:
+        ordinary = seconds * plan.ordinary_seconds / plan.seconds
+        if plan.ordinary_bytes <= _BYTES:
             ordinary = time_iterations(lambda: tensors_in(theirs(inputs)), wanted)
-    return replace(found, seconds=seconds, ordinary_seconds=ordinary)
+    return replace(plan, seconds=seconds, ordinary_seconds=ordinary)
 
 
-def timed(found: Fit, module: nn.RNNBase, inputs: Any, state: Any) -> Fit:
+def timed(plan: Fit, module: nn.RNNBase, inputs: Any, state: Any) -> Fit:
     """Return the plan of a recurrent module with its seconds, and those of torch's own kernels.
     Both are measured. Where torch's own would take much memory, it runs on a part of the steps, or
     on none of a packed batch."""
     weights, own = stand_ins(last_weights(module)), twin(module)  # none is computed anew
     ours, theirs = over_weights(own, weights, type(own)), over_weights(own, weights)
-    ours.memory = found.budget_bytes
-    share = min(1.0, _BYTES / found.ordinary_bytes)
+    ours.memory = plan.budget_bytes
+    share = min(1.0, _BYTES / plan.ordinary_bytes)
 
     def seconds(shell: Any, part: Any) -> float:
         wanted = [t for t in (*weights, *tensors_in((part, state))) if t.requires_grad]
@@ -162,25 +162,25 @@ def timed(found: Fit, module: nn.RNNBase, inputs: Any, state: Any) -> Fit:
 
     with untouched(module):
         with Processor() as processor:
-            found = replace(found, seconds=seconds(ours, inputs))
+            plan = replace(plan, seconds=seconds(ours, inputs))
             whole = seconds(theirs, inputs) if share == 1 else None
-        found = replace(found, ordinary_seconds=whole, is_busy=processor.is_busy)
+        plan = replace(plan, ordinary_seconds=whole, is_busy=processor.is_busy)
         if share == 1:
-            return found
+            return plan
         if not isinstance(inputs, Tensor):  # a part of a packed batch is not like the whole
-            return found
+            return plan
         at = 1 if module.batch_first and inputs.dim() == 3 else 0
         part = inputs.narrow(at, 0, max(1, int(share * inputs.shape[at])))
         times = inputs.shape[at] / part.shape[at]
-        return replace(found, ordinary_seconds=times * seconds(theirs, part))
+        return replace(plan, ordinary_seconds=times * seconds(theirs, part))
 
 
-def iteration_seconds(found: Fit, times: RangeTimes) -> float:
+def iteration_seconds(plan: Fit, times: RangeTimes) -> float:
     """Return the predicted time of an iteration by a schedule, from the times of ranges. A schedule
     records and backpropagates every step once, whatever else it runs forward. Ordinary
     backpropagation through a long sequence takes longer on CPUs: the system maps its memory again.
     """
-    length, records = found.schedule.length, int(np.sum(found.schedule.kind == Verb.RECORD))
-    again, calls = found.forward_steps - length, found.calls - 2 * records
+    length, records = plan.schedule.length, int(np.sum(plan.schedule.kind == Verb.RECORD))
+    again, calls = plan.forward_steps - length, plan.calls - 2 * records
     recorded = times.record(records, length) + times.backward(records, length)
     return times.forward(calls, again) + recorded

@@ -60,7 +60,7 @@ class Profile:
         return self.beta + 1
 
     def __str__(self) -> str:
-        rows = [
+        table = [
             ("hidden state", format_bytes(self.state_bytes)),
             ("internal state", format_bytes(self.internal_bytes)),
             ("working core", format_bytes(self.core_bytes)),
@@ -69,7 +69,7 @@ class Profile:
             ("recording step", _microseconds(self.record_seconds)),
             ("backward step", _microseconds(self.backward_seconds)),
         ]
-        return aligned(rows)
+        return aligned(table)
 
 
 def _microseconds(seconds: float) -> str:

@@ -180,12 +180,12 @@ class Sequential(nn.Sequential):
             NotExactError: within a budget, a layer cannot be run exactly.
             ScanError: with ``backward="scan"``, a layer has no Jacobian, or none that fits.
         """
-        found = None
+        output = None
         if self.backward is not None:
-            found = self._scan().run(_flat(self), input)
+            output = self._scan().run(_flat(self), input)
         elif self.memory is not None and torch.is_grad_enabled():
-            found = self._run_within(self.memory, input)
-        return super().forward(input) if found is None else found  # type: ignore[no-untyped-call]
+            output = self._run_within(self.memory, input)
+        return super().forward(input) if output is None else output  # type: ignore[no-untyped-call]
 
     def fit(self, input: object) -> ChainFit:
         """Return the schedule that the budget gives for an input; nothing is trained.
@@ -205,42 +205,42 @@ class Sequential(nn.Sequential):
                 f"memory={self.memory!r} and backward={self.backward!r}: expected a memory and no "
                 "backward; only layers within a budget have a schedule"
             )
-        if (kind := self._kind(input := shaped(input, self))) is None:
+        if (known := self._kind(input := shaped(input, self))) is None:
             raise NotExactError(_NOTHING)
         wanted = *tensors_in(input), *self.parameters()
-        plan = kind.plan(allowed := as_bytes(self.memory, kind.ordinary_bytes))
-        seconds, ordinary = kind.seconds(allowed)
+        plan = known.plan(allowed := as_bytes(self.memory, known.ordinary_bytes))
+        seconds, ordinary = known.seconds(allowed)
         return ChainFit(
-            names=tuple(unit.name for unit in kind.units),
-            sizes=(*kind.sizes,),
+            names=tuple(unit.name for unit in known.units),
+            sizes=(*known.sizes,),
             parts=plan,
             budget_bytes=allowed,
-            minimum_bytes=kind.least_bytes,
-            ordinary_bytes=kind.ordinary_bytes,
-            peak_bytes=peak_of(kind.sizes, plan),
-            beside_bytes=2 * kind.sizes[-1].output_bytes + bytes_of_gradients(wanted),
+            minimum_bytes=known.least_bytes,
+            ordinary_bytes=known.ordinary_bytes,
+            peak_bytes=peak_of(known.sizes, plan),
+            beside_bytes=2 * known.sizes[-1].output_bytes + bytes_of_gradients(wanted),
             seconds=seconds,
             ordinary_seconds=ordinary,
         )
 
     def _run_within(self, memory: Memory, input: object) -> Any:
         """Return the last layer's output, or None where torch's own pass should run."""
-        if (kind := self._kind(input)) is None:
+        if (known := self._kind(input)) is None:
             return None
-        plan = kind.plan(allowed := as_bytes(memory, kind.ordinary_bytes))
-        if kind.is_ordinary(plan) and not kind.most:
+        plan = known.plan(allowed := as_bytes(memory, known.ordinary_bytes))
+        if known.is_ordinary(plan) and not known.most:
             return None
-        row, before, value, made = RunningPlan(plan, kind.tied), None, input, list[Tensor | None]()
+        row, before, value, made = RunningPlan(plan, known.tied), None, input, list[Tensor | None]()
         grown = list[str]()
-        for number, unit in enumerate(kind.units):
-            given = Arguments((value,))
-            with kind.watched(number, [self], given, made if number else None) as grew:
-                value, before = row.run(number, unit, unit.forward, given, made, before)
-                grew += [unit.name] * kind.is_whole(number, before, made)
-            made = made_by(value, given.leaves if unit.fill is None else ())
+        for number, unit in enumerate(known.units):
+            arguments = Arguments((value,))
+            with known.watched(number, [self], arguments, made if number else None) as grew:
+                value, before = row.run(number, unit, unit.forward, arguments, made, before)
+                grew += [unit.name] * known.is_whole(number, before, made)
+            made = made_by(value, arguments.leaves if unit.fill is None else ())
             grown += grew
-        if grown and (need := peak_of(kind.sizes, plan)) > allowed:
-            warnings.warn(larger(grown[0], need, allowed, kind), stacklevel=4)
+        if grown and (need := peak_of(known.sizes, plan)) > allowed:
+            warnings.warn(larger(grown[0], need, allowed, known), stacklevel=4)
         return value
 
     def _kind(self, input: object) -> PassMeasurements | None:
@@ -291,16 +291,16 @@ def _flat(net: nn.Sequential) -> list[nn.Module]:
 def named_layers(net: nn.Module, *, all_chains: bool = False, prefix: str = "") -> Layers:
     """Return the layers with dotted names, those of nested chains one by one. A chain with hooks
     stays whole, and so does one with its own budget or scan unless ``all_chains``."""
-    found: list[tuple[str, nn.Module]] = []
+    layers: list[tuple[str, nn.Module]] = []
     for name, layer in net._modules.items():  # one layer may stand in it twice
         assert layer is not None
         asked = [vars(layer).get(option) for option in ("memory", "backward")]
         opens = type(layer) in (nn.Sequential, Sequential) and (all_chains or asked == [None, None])
         if opens and besides_forward(layer) is None:
-            found += named_layers(layer, all_chains=all_chains, prefix=f"{prefix}{name}.")
+            layers += named_layers(layer, all_chains=all_chains, prefix=f"{prefix}{name}.")
         else:
-            found.append((f"{prefix}{name}", layer))
-    return found
+            layers.append((f"{prefix}{name}", layer))
+    return layers
 
 
 def _check_options(backward: Any, algorithm: Any, levels: Any, memory: Memory | None) -> None:
@@ -323,27 +323,27 @@ def measure_network(layers: Layers, input: object, repeats: int) -> Chain:
     weights = [p for _, layer in layers for p in layer.parameters()]
     if not any(t.requires_grad for t in (*tensors_in(input), *weights)):
         raise NotExactError(_NOTHING)
-    kind = measured(layers, input, Plans(), repeats)
-    sizes = kind.sizes  # of calls that are kept whole
-    held, forward, record, backward = [], [], [], []
+    known = measured(layers, input, Plans(), repeats)
+    sizes = known.sizes  # of calls that are kept whole
+    internal, forward, record, backward = [], [], [], []
     for size in sizes:
         way, output = size.ways[0], size.output_bytes
-        held.append(way.held_bytes + output)
+        internal.append(way.held_bytes + output)
         forward.append(max(0, size.forward_bytes - size.noted_bytes - output))
-        record.append(max(0, way.first_bytes - size.noted_bytes - held[-1]))
+        record.append(max(0, way.first_bytes - size.noted_bytes - internal[-1]))
         ends = size.input_bytes + output * (1 + way.keeps_output)
         backward.append(max(0, way.backward_bytes - way.held_bytes - ends))
     return Chain(
         forward_seconds=[size.forward_seconds for size in sizes],
         backward_seconds=[max(0.0, one.ordinary_seconds - one.forward_seconds) for one in sizes],
         output_bytes=[size.output_bytes for size in sizes],
-        internal_bytes=held,
+        internal_bytes=internal,
         forward_transient_bytes=forward,
         record_transient_bytes=record,
         backward_transient_bytes=backward,
         keeps_input=[size.ways[0].keeps_input for size in sizes],
         keeps_output=[size.ways[0].keeps_output for size in sizes],
-        names=[unit.name for unit in kind.units],
+        names=[unit.name for unit in known.units],
         input_bytes=sizes[0].input_bytes,
         overhead_bytes=sum(size.noted_bytes + size.left_bytes for size in sizes),
     )
@@ -355,7 +355,7 @@ def measured(
     """Divide layers into units, and try and measure each, on an input. A layer that cannot be run
     exactly is refused by its name."""
     together = -(-len(layers) // _MOST_UNITS)
-    kind = PassMeasurements(tied=tied(layer.parameters() for _, layer in layers))
+    known = PassMeasurements(tied=tied(layer.parameters() for _, layer in layers))
     made, value = None, _alone(input)
     tried, result = _try(layers[:1], value)
     if tried.writes:
@@ -365,33 +365,33 @@ def measured(
         while size < len(layers):
             result = _result(tried, value) if result is None else result
             after, follows = _try(layers[size : size + 1], result)
-            begins = not kind.units and not tried.is_apart
+            begins = not known.units and not tried.is_apart
             if after.is_apart and not (after.writes or begins or size < together):
                 break
             size += 1
             tried, result = _try(layers[:size], value)
             if tried.writes:
                 whose = (
-                    f"what layer {layers[0][0]} was given" if kind.units else "the chain's input"
+                    f"what layer {layers[0][0]} was given" if known.units else "the chain's input"
                 )
                 raise NotExactError(_WRITES.format(layers[size - 1][0], whose))
-        modules, given = [layer for _, layer in layers[:size]], Arguments((value,))
+        modules, arguments = [layer for _, layer in layers[:size]], Arguments((value,))
         spare = [result, follows]  # computed once more, if they are not to be held meanwhile
         del result, follows
-        found = plans.measure(tried, modules, given, made, kind.tied, repeats, spare=spare)
-        kind.add(tried, found)
+        sizes = plans.measure(tried, modules, arguments, made, known.tied, repeats, spare=spare)
+        known.add(tried, sizes)
         result, follows = spare or (None, None)
         if size < len(layers):
             value, result = _result(tried, value) if result is None else result, follows
-            made = made_by(value, given.leaves)
+            made = made_by(value, arguments.leaves)
         layers, tried = layers[size:], after
-    kind.settle()
-    return kind
+    known.settle()
+    return known
 
 
 def _try(layers: Layers, value: object) -> tuple[Recomputable, Any]:
-    given, name = Arguments((value,)), "-".join(dict.fromkeys((layers[0][0], layers[-1][0])))
-    if (reason := given.refusal()) is not None:
+    arguments, name = Arguments((value,)), "-".join(dict.fromkeys((layers[0][0], layers[-1][0])))
+    if (reason := arguments.refusal()) is not None:
         raise NotExactError(f"layer {name} {reason}")
     modules = [layer for _, layer in layers]
 
@@ -400,7 +400,7 @@ def _try(layers: Layers, value: object) -> tuple[Recomputable, Any]:
             value = layer(value)
         return value
 
-    return try_call(name, forward, modules, given)
+    return try_call(name, forward, modules, arguments)
 
 
 def _result(unit: Recomputable, value: object) -> Any:

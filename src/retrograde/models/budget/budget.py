@@ -107,16 +107,16 @@ class Division:
     ordinary_seconds: float | None = None
 
     def __str__(self) -> str:
-        kind = type(self.model).__name__
-        names = {name: name or kind for name in (*self.shares, *self.left)}
-        rows: list[tuple[str, ...]] = [("module", "calls", "budget", "share", "least", "ordinary")]
+        class_name = type(self.model).__name__
+        names = {name: name or class_name for name in (*self.shares, *self.left)}
+        table: list[tuple[str, ...]] = [("module", "calls", "budget", "share", "least", "ordinary")]
         calls = sum(share.calls for share in self.shares.values())
         every = Share(calls, self.total_bytes, self.minimum_bytes, self.ordinary_bytes)
         for name, one in [*((names[n], one) for n, one in self.shares.items()), ("all", every)]:
             part = f"{one.budget_bytes / one.ordinary_bytes:.1%}"
             sizes = one.budget_bytes, one.minimum_bytes, one.ordinary_bytes
             budget, *others = map(format_bytes, sizes)
-            rows.append((name, str(one.calls), budget, part, *others))
+            table.append((name, str(one.calls), budget, part, *others))
         held, most = self.ordinary_bytes, self.ordinary_bytes + self.elsewhere_bytes
         told = [f"budgeted modules hold {format_bytes(held)} of the model's {format_bytes(most)}"]
         if self.peak_bytes:
@@ -130,7 +130,7 @@ class Division:
             )
         told += [f"left as it was, with nothing to backpropagate: {names[n]}" for n in self.left]
         told += [f"left as it was: {name} {reason}" for name, reason in self.refused.items()]
-        return "\n".join([aligned(rows), *told])
+        return "\n".join([aligned(table), *told])
 
 
 @overload
@@ -234,11 +234,11 @@ class _Kept:
 
     def __init__(
         self, model: nn.Module, sample: object, fill: float | None, needs: Sequence[Watched],
-        held: int,
+        elsewhere: int,
     ) -> None:  # fmt: skip
         self.model, self.sample, self.fill, self.needs = model, sample, fill, needs
         self.ordinary = sum(one.used(one.ordinary_bytes) for one in needs)
-        self.elsewhere = held  # what the rest of the model holds
+        self.elsewhere = elsewhere  # what the rest of the model holds
         self.rest = 0  # its own peak, if that is more than the parts ever add to what it holds
         self.peak = 0  # the working memory of a pass with these shares; 0 if it raises
         self.shares: dict[str, Share] = {}
@@ -265,23 +265,23 @@ class _Kept:
     def within(self, total: int, least: int) -> int:
         """Give the parts what keeps a pass within a budget. Return the least budget that is kept if
         none does."""
-        more, given, above = self.give(total) - total, total, total
+        more, allowed, above = self.give(total) - total, total, total
         if not self.are_rows:  # the results of modules are beyond their budget
             return total
         if self._is_little(more) or (total >= self.ordinary and not self._is_rest(more + total)):
             self.elsewhere += max(0, more)
             return total
         for left in reversed(range(_TRIES)):
-            above, given = given, max(least, given - more) if left else least
-            more = self.give(given) - total
-            if more <= 0 or given == least:
+            above, allowed = allowed, max(least, allowed - more) if left else least
+            more = self.give(allowed) - total
+            if more <= 0 or allowed == least:
                 break
         if more <= 0:
             for _ in range(_TRIES):  # the plan may drop more than it has to
-                between = (given + above) // 2
+                between = (allowed + above) // 2
                 fits = self.give(between) <= total
-                given, above = (between, above) if fits else (given, between)
-            self.give(given)
+                allowed, above = (between, above) if fits else (allowed, between)
+            self.give(allowed)
             return total
         if self._is_rest(more + total):
             self.give(total)
@@ -309,8 +309,8 @@ def _unless_refused(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for module, kind, were in before:
-            object.__setattr__(module, "__class__", kind)
+        for module, old_class, were in before:
+            object.__setattr__(module, "__class__", old_class)
             own = vars(module)
             own.clear()
             own.update(were)
@@ -325,13 +325,13 @@ def _check(model: nn.Module, sample: object) -> None:
             f"the sample {sample} is a shape: expected what the model is called with, as it is "
             f"trained; give torch.randn{tuple(sample)}, or a batch of the data"
         )
-    held = [*model.parameters(), *model.buffers()]
-    if any(map(is_lazy, held)):
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(map(is_lazy, tensors)):
         raise NotExactError(
             "the model has parameters without a shape yet: expected all of them; call the lazy "
             "model once before"
         )
-    if is_unreal([*held, *tensors_in(sample)]):
+    if is_unreal([*tensors, *tensors_in(sample)]):
         raise NotExactError(
             "the model or its sample is on the meta device, or fake: expected real ones, for their "
             "bytes are measured"
@@ -361,14 +361,14 @@ def _watched(
             continue
         watched = WatchedRows.join(watched, rest)
         joined = [time for one in watched if isinstance(one, WatchedRows) for time in one.times]
-        held = rest.held_bytes([time.numbers for time in joined])
+        elsewhere = rest.held_bytes([time.numbers for time in joined])
         useful = [one for one in watched if not one.useless] or watched  # else errors name a least
         without = [one for one in watched if one not in useful]
         refused |= {one.name: _NO_USE for one in without}
         watched = useful
         if not watched:
             raise NotExactError(_nothing(model, refused))
-        return watched, held, sum(one.used(one.ordinary_bytes) for one in without)
+        return watched, elsewhere, sum(one.used(one.ordinary_bytes) for one in without)
 
 
 def _nothing(model: nn.Module, refused: dict[str, str]) -> str:
@@ -395,7 +395,7 @@ def _divide(needs: Sequence[Watched], total: int) -> list[int]:
         return sum(one.used(part) for one, part in zip(needs, parts(share), strict=True))
 
     share = bisect_right(fits, total, key=used) - 1
-    found = parts(share)
+    budgets = parts(share)
     if share == _FINENESS and needs[-1].called_rows:  # another input may take more than the sample
-        found[-1] += (total - used(share)) // needs[-1].calls.total()
-    return found
+        budgets[-1] += (total - used(share)) // needs[-1].calls.total()
+    return budgets

@@ -56,7 +56,7 @@ class ModuleCall:
 
     def slot_of(self, numbers: Collection[int]) -> int | str | None:
         """Return the first argument that has a tensor with one of these numbers."""
-        return next((slot for slot, given in self.given.items() if given & {*numbers}), None)
+        return next((slot for slot, tensors in self.given.items() if tensors & {*numbers}), None)
 
     @property
     def reads(self) -> set[int]:
@@ -95,8 +95,8 @@ def noted(model: nn.Module) -> Iterator[ModuleCall]:
     def number(t: Tensor, begun: _Begun | None = None) -> int:
         """Return the number of a tensor, as it is now or was when a call began."""
         at = version(t) if begun is None else begun.versions.get(id(t), version(t))
-        found: int = known.setdefault(t, {}).setdefault(at, next(count))
-        return found
+        tensor_number: int = known.setdefault(t, {}).setdefault(at, next(count))
+        return tensor_number
 
     def before(module: nn.Module, args: object, kwargs: dict[str, Any]) -> None:
         call = ModuleCall(names[id(module)], module, _in_checkpoint())
@@ -107,8 +107,8 @@ def noted(model: nn.Module) -> Iterator[ModuleCall]:
         call, begun = stack.pop()
         assert call.module is module
         named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-        given = {slot: {number(t, begun) for t in tensors_in(value)} for slot, value in named}
-        call.given = {slot: numbers for slot, numbers in given.items() if numbers}
+        by_slot = {slot: {number(t, begun) for t in tensors_in(value)} for slot, value in named}
+        call.given = {slot: numbers for slot, numbers in by_slot.items() if numbers}
         made = made_by(result, (args, kwargs))
         is_outermost = call.checkpoints and not stack[-1][0].checkpoints
         call.checkpoints |= any(one.checkpoints for one in call.inside)
@@ -121,12 +121,12 @@ def noted(model: nn.Module) -> Iterator[ModuleCall]:
             if call.refusal is None and not any(t is not None for t in made):
                 call.refusal = ""
         call.takes = sum(t.nbytes for t in tensors_in(args[:1]))
-        found = tensors_in(result)
+        outputs = tensors_in(result)
         call.made = {
-            number(t) for t in (found if is_inplace_activation(module) else made) if t is not None
+            number(t) for t in (outputs if is_inplace_activation(module) else made) if t is not None
         }
         theirs = {id(t) for t in tensors_in(args)}
-        own = sum(t.nbytes for t in found if id(t) not in theirs)
+        own = sum(t.nbytes for t in outputs if id(t) not in theirs)
         call.held = sum(one.held for one in call.inside) if call.inside else own
 
     with ExitStack() as hooks, torch.no_grad():
@@ -155,24 +155,24 @@ class CallOrder:
         called several times, if always in the same run. Others divide a run. A run of one call is
         one of no others."""
         opened, whole = (self._runs(self.top, large) for large in (_OPENED * self.whole, inf))
-        found: list[Layers] = [[]]
+        runs: list[Layers] = [[]]
         for same in _alike(self._divided(min(whole, opened, key=self._least))):
             uneven = self._uneven(same)
             for call in same[0]:
                 if id(call.module) in uneven:
-                    found.append([])
-                elif found[-1] or not is_inplace_activation(call.module):
-                    found[-1].append(call)
-            found.append([])
+                    runs.append([])
+                elif runs[-1] or not is_inplace_activation(call.module):
+                    runs[-1].append(call)
+            runs.append([])
         least = _SMALL * self.whole
         holds = Counter[int]()  # by module, in all of its calls
         for call in self.every:
             holds[id(call.module)] += call.held
-        sums = [sum(holds[one] for one in {id(c.module) for c in run}) for run in found]
-        pairs = zip(found, sums, strict=True)
-        found = [run for run, held in pairs if len(run) > 1 and held >= least]
-        taken = {id(call) for run in found for call in run}
-        return found + [[call] for call in self._alone(self.top, taken) if call.held >= least]
+        sums = [sum(holds[one] for one in {id(c.module) for c in run}) for run in runs]
+        pairs = zip(runs, sums, strict=True)
+        runs = [run for run, run_bytes in pairs if len(run) > 1 and run_bytes >= least]
+        taken = {id(call) for run in runs for call in run}
+        return runs + [[call] for call in self._alone(self.top, taken) if call.held >= least]
 
     def _uneven(self, same: list[Layers]) -> set[int]:
         """Return the modules of equal runs that are also called elsewhere, but for riders."""
@@ -190,19 +190,19 @@ class CallOrder:
             for one, after in pairwise([None, *layers, None]):
                 neighbours["after", one].add(after)
                 neighbours["before", after].add(one)
-        found = list[Layers]()
+        divided = list[Layers]()
         for run in runs:
-            found.append([])
+            divided.append([])
             last: Hashable = None
             divides = run in uneven
             for call in run:
                 key = _key(call)
                 if divides and not is_inplace_activation(call.module):
                     ends = neighbours["after", last], neighbours["before", key]
-                    found += [] if ends == ({key}, {last}) else [[]]
+                    divided += [] if ends == ({key}, {last}) else [[]]
                     last = key
-                found[-1].append(call)
-        return [run for run in found if run]
+                divided[-1].append(call)
+        return [run for run in divided if run]
 
     def _alone(self, around: ModuleCall, taken: set[int]) -> Iterator[ModuleCall]:
         """Yield the outermost calls of several modules that are in no run, and have none within."""
@@ -219,19 +219,19 @@ class CallOrder:
     def _runs(self, around: ModuleCall, large: float) -> list[Layers]:
         """Return the outermost runs among the calls within one call. A call that holds a ``large``
         part of the model's bytes is opened, or a quarter if it stands alone."""
-        found, current = list[Layers](), Layers()
+        runs, current = list[Layers](), Layers()
 
         def close() -> None:
             call, *more = current or [around]
             is_run = more or (call.inside and self.times[id(call.module)] == 1)
             if current and is_run and (more or call.held <= _OPENED * self.whole):
-                found.append(current[:])
+                runs.append(current[:])
             elif current:
                 within = self._runs(call, large)
                 if is_run:
-                    found.extend(within or [current[:]])
+                    runs.extend(within or [current[:]])
                 elif _is_better(within, call):
-                    found.extend(within)
+                    runs.extend(within)
             current.clear()
 
         calls = _opened(around)
@@ -244,7 +244,7 @@ class CallOrder:
             within = self._runs(call, large) if call.held > large else []
             if call.refusal is not None or _is_better(within, call):
                 close()
-                found.extend(within or self._runs(call, large))
+                runs.extend(within or self._runs(call, large))
                 continue
             made = {n for n in current[-1].made if uses[n] == 1} if current else set()
             slot = call.slot_of(made)
@@ -254,7 +254,7 @@ class CallOrder:
             call.slot = slot
             current.append(call)
         close()
-        return found
+        return runs
 
     def tied_from(self, run: Layers) -> Tied:
         """Return where the weights of several calls are, one of which is in a run or comes after
@@ -263,10 +263,10 @@ class CallOrder:
         parts = dict.fromkeys(part for call in later for part in call.module.modules())
         return [(m, name) for m in parts for name, p in m._parameters.items() if p in self.tied]
 
-    def refuse(self, kind: type[nn.Module]) -> None:
+    def refuse(self, layer_class: type[nn.Module]) -> None:
         """Leave the layers of a class out of all runs, for one of them was refused."""
         for call in self.every:
-            if type(call.module) is kind:
+            if type(call.module) is layer_class:
                 call.refusal = call.refusal or ""
         self.preferred = self.runs()
 
@@ -288,10 +288,10 @@ def _key(call: ModuleCall) -> Hashable:
 
 def _alike(runs: list[Layers]) -> list[list[Layers]]:
     """Return runs, those together that call the same modules in the same order."""
-    found: dict[Hashable, list[Layers]] = defaultdict(list)
+    groups: dict[Hashable, list[Layers]] = defaultdict(list)
     for run in runs:
-        found[tuple(map(_key, run))].append(run)
-    return [*found.values()]
+        groups[tuple(map(_key, run))].append(run)
+    return [*groups.values()]
 
 
 def _is_better(runs: list[Layers], call: ModuleCall) -> bool:
@@ -303,14 +303,14 @@ def _is_better(runs: list[Layers], call: ModuleCall) -> bool:
 def _opened(around: ModuleCall) -> Layers:
     """Return the calls within one call, with those within a ``Sequential`` in place of it. So is a
     module replaced that only calls one layer after the other."""
-    found = []
+    opened = []
     for call in around.inside:
         layers = _opened(call) if call.inside else []
         if layers and (_is_sequential(call.module) or _is_straight(call, layers)):
-            found += layers
+            opened += layers
         elif not passes_through(call.module):
-            found.append(call)
-    return found
+            opened.append(call)
+    return opened
 
 
 def _is_sequential(module: nn.Module) -> bool:

@@ -37,9 +37,9 @@ def twin(module: nn.RNNBase) -> BudgetedRNN:
     """Return a module of ours with another's options, parameters and mode, but not its hooks or
     budget. A module of ours keeps its ``backward``. The other module is unchanged. Raises CellError
     if it may compute something else: an unknown class, or a replaced ``forward``."""
-    kind = _class_for(module)
-    other: Any = kind.__new__(kind)
-    ours = (base for base in _OURS.values() if issubclass(kind, base))
+    twin_class = _class_for(module)
+    other: Any = twin_class.__new__(twin_class)
+    ours = (base for base in _OURS.values() if issubclass(twin_class, base))
     fresh = next((vars(base(1, 1, device="meta")) for base in ours), {})
     vars(other).update({**fresh, **vars(module), "memory": None})
     vars(other).update({name: OrderedDict() for name in vars(other) if name.endswith("_hooks")})
@@ -56,14 +56,14 @@ def replace_module(module: nn.RNNBase, other: BudgetedRNN) -> None:
     module.__class__ = type(other)
 
 
-def wrapped(kind: type[nn.Module]) -> type[nn.Module] | None:
+def wrapped(derived: type[nn.Module]) -> type[nn.Module] | None:
     """Return torch's class from which a class is derived without a change to its computation. The
     class may add to torch's, or wrap its ``forward``. None otherwise, and for torch's own
     classes."""
-    base = next((base for base in _OURS if issubclass(kind, base) and kind is not base), None)
-    if base is None or issubclass(kind, BudgetedRNN):
+    base = next((base for base in _OURS if issubclass(derived, base) and derived is not base), None)
+    if base is None or issubclass(derived, BudgetedRNN):
         return None
-    theirs = [c for c in kind.__mro__ if not issubclass(base, c)]
+    theirs = [c for c in derived.__mro__ if not issubclass(base, c)]
     named = {name for c in (BudgetedRNN, nn.RNNBase, base) for name in vars(c)}
     changed = ({name for c in theirs for name in vars(c)} & named) - _FREE
     return None if any(not name.startswith("__") for name in changed) else base
@@ -73,39 +73,39 @@ _FREE = {"forward", "extra_repr", "reset_parameters"}  # what a derived class ma
 
 
 @functools.lru_cache
-def _derived(kind: type[nn.Module], base: type[nn.Module]) -> type[BudgetedRNN]:
+def _derived(derived: type[nn.Module], base: type[nn.Module]) -> type[BudgetedRNN]:
     """Return the same class, with ours as the class that ``super().forward`` finds."""
-    return type(kind.__name__, (kind, _OURS[base]), {"__module__": kind.__module__})
+    return type(derived.__name__, (derived, _OURS[base]), {"__module__": derived.__module__})
 
 
 def _class_for(module: nn.RNNBase) -> type[BudgetedRNN]:
-    kind = type(module)
-    if issubclass(kind, BudgetedRNN):
-        return kind
+    current = type(module)
+    if issubclass(current, BudgetedRNN):
+        return current
     if "forward" in vars(module):
         raise NotExactError(
-            f"the forward of this {kind.__name__} was replaced by a function: expected torch's "
+            f"the forward of this {current.__name__} was replaced by a function: expected torch's "
             "own; divide the budget before other tools wrap the model"
         )
-    if kind in _OURS:
-        return _OURS[kind]
-    if parametrize.is_parametrized(module) and kind.__bases__[0] in _OURS:
-        own = {name: v for name, v in vars(kind).items() if name not in ("__dict__", "__weakref__")}
-        return type(kind.__name__, (_OURS[cast(Any, kind.__bases__[0])],), own)
-    if (base := wrapped(kind)) is not None:
-        return _derived(cast(Any, kind), cast(Any, base))
+    if current in _OURS:
+        return _OURS[current]
+    if parametrize.is_parametrized(module) and current.__bases__[0] in _OURS:
+        own = {key: v for key, v in vars(current).items() if key not in ("__dict__", "__weakref__")}
+        return type(current.__name__, (_OURS[cast(Any, current.__bases__[0])],), own)
+    if (base := wrapped(current)) is not None:
+        return _derived(cast(Any, current), cast(Any, base))
     raise NotExactError(
-        f"{kind.__name__} is a class of its own: expected torch.nn's RNN, GRU or LSTM, or one that "
-        f"only wraps its forward; derive it from rg.{module.mode.split('_')[0]}, and it is given a "
-        "budget as it is"
+        f"{current.__name__} is a class of its own: expected torch.nn's RNN, GRU or LSTM, or one "
+        f"that only wraps its forward; derive it from rg.{module.mode.split('_')[0]}, and it is "
+        "given a budget as it is"
     )
 
 
-def as_if_recorded(outputs: object, given: Sequence[Tensor]) -> Any:
+def as_if_recorded(outputs: object, used: Sequence[Tensor]) -> Any:
     """Return outputs that require a gradient as recorded ones do; they may be written to."""
 
     def recorded(t: Tensor) -> Any:
-        return _Historied.apply(t.detach(), *given) if is_real(t) else t  # type: ignore[no-untyped-call]
+        return _Historied.apply(t.detach(), *used) if is_real(t) else t  # type: ignore[no-untyped-call]
 
     return pytree.tree_map_only(Tensor, recorded, outputs)
 
@@ -114,7 +114,7 @@ class _Historied(torch.autograd.Function):
     """The same tensor, with a history that keeps nothing in memory."""
 
     @staticmethod
-    def forward(ctx: Any, t: Tensor, *given: Tensor) -> Tensor:
+    def forward(ctx: Any, t: Tensor, *used: Tensor) -> Tensor:
         ctx.mark_dirty(t)
         return t
 

@@ -72,8 +72,8 @@ def _eager() -> Iterator[None]:
 def run_model(model: nn.Module, sample: object) -> Any:
     """Call a model on a sample: a tuple is its arguments, a dict its keyword arguments. A cache in
     it is given as a copy, so that it does not grow with every run."""
-    given = Arguments((sample,))
-    (sample,), _ = unflatten(given.leaves, given.spec)
+    arguments = Arguments((sample,))
+    (sample,), _ = unflatten(arguments.leaves, arguments.spec)
     try:
         if isinstance(sample, dict):
             return model(**sample)
@@ -135,10 +135,10 @@ def bytes_of_a_pass(model: nn.Module, sample: object, fill: float | None) -> int
 def untouched(model: nn.Module) -> Iterator[None]:
     """Restore, after the block, everything that a forward pass changes in a model (rule 3). These
     are random states, buffers, gradients, hooks, and the attributes of all modules."""
-    found = find_referents([model, *hooks_of_all()])
-    parts = found.parts()
+    referents = find_referents([model, *hooks_of_all()])
+    parts = referents.parts()
     devices = {t.device for t in (*model.parameters(), *model.buffers())} or {torch.device("cpu")}
-    chance = dict.fromkeys(s for device in devices for s in sources(device, found.generators))
+    chance = dict.fromkeys(s for device in devices for s in sources(device, referents.generators))
     weights = [(w := flat_weights(part), [*w]) for part in parts if isinstance(part, nn.RNNBase)]
     buffers = tuple({id(b): b for part in parts for b in part.buffers(recurse=False)}.values())
     grads = [(p, p.grad) for p in model.parameters()]
@@ -147,7 +147,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     surroundings = Surroundings(torch.device("cpu"), tuple(chance), buffers)
     try:
         with surroundings.without_trace(), ExitStack() as stack:
-            stack.callback(Values(found).restore)
+            stack.callback(Values(referents).restore)
             yield
     finally:
         for listed, were in weights:

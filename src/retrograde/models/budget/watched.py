@@ -38,8 +38,8 @@ _MOST_CALLS = 2000  # of one plan, which takes seconds for more
 class Watched(ABC):
     """A module or a run of layers that will get a part of a budget, and its calls."""
 
-    def __init__(self, name: str, rows: Iterable[LayerRun] = ()) -> None:
-        self.name, self.title, self.called_rows = name, name, [*rows]
+    def __init__(self, name: str, called_rows: Iterable[LayerRun] = ()) -> None:
+        self.name, self.title, self.called_rows = name, name, [*called_rows]
         self.calls = Counter[Hashable]()  # by kind of input
         self.sizes: dict[Hashable, tuple[int, int]] = {}  # least and ordinary bytes of each kind
         self.held: dict[tuple[Hashable, int], int] = {}  # by kind and budget, between the passes
@@ -69,13 +69,13 @@ class Watched(ABC):
     def used(self, part: int) -> int:
         """Return the bytes of all calls if each has this part of the budget. Those that wait for
         the backward pass take what they hold."""
-        held, most = 0, 0
+        waiting, most = 0, 0
         for kind, calls in self.calls.items():
             size = min(part, self.sizes[kind][1])
             stays = self.held.get((kind, size), size)
-            held, most = held + calls * stays, max(most, size - stays)
+            waiting, most = waiting + calls * stays, max(most, size - stays)
         ordinary = self.ordinary_bytes
-        return held + most if part >= ordinary else min(held + most, self.used(ordinary))
+        return waiting + most if part >= ordinary else min(waiting + most, self.used(ordinary))
 
     def part(self, share: int, of: int) -> int:
         """Return the least bytes, plus ``share / of`` of what it could use beyond them."""
@@ -106,7 +106,7 @@ class WatchedModule(Watched):
     @contextmanager
     def watched(self, rest: RestOfModel) -> Iterator[None]:
         """Watch torch's forward pass of the module, even if a derived class wraps it."""
-        kind, base = type(self.module), wrapped(type(self.module))
+        module_class, base = type(self.module), wrapped(type(self.module))
         if base is None:
             vars(self.module)["forward"] = self._watch(self.module.forward, rest)
             yield
@@ -115,11 +115,11 @@ class WatchedModule(Watched):
         inner = type(
             base.__name__, (base,), {"forward": lambda _, *args, **more: run(*args, **more)}
         )
-        self.module.__class__ = type(kind.__name__, (kind, inner), {})
+        self.module.__class__ = type(module_class.__name__, (module_class, inner), {})
         try:
             yield
         finally:
-            self.module.__class__ = kind
+            self.module.__class__ = module_class
 
     def _watch(self, run: Callable[..., Any], rest: RestOfModel) -> Callable[..., Any]:
         """Return a forward pass that runs the module, notes its arguments, and records nothing."""
@@ -127,15 +127,15 @@ class WatchedModule(Watched):
         @uncompiled
         def forward(*args: Any, **kwargs: Any) -> Any:
             values = (*args, *kwargs.values())
-            given = tensors_in(values)
-            used = [*given, *last_weights(self.module)]
+            tensors = tensors_in(values)
+            used = [*tensors, *last_weights(self.module)]
             if not (torch.is_grad_enabled() and any(t.requires_grad for t in used)):
                 return run(*args, **kwargs)
             refuse_transforms(used)
             # The bytes of packed sequences depend on their sizes besides the shapes.
             packed = [value for value in values if isinstance(value, PackedSequence)]
             sizes = (tuple(one.batch_sizes.tolist()) for one in packed)
-            kind = (*map(signature, given), *sizes)
+            kind = (*map(signature, tensors), *sizes)
             if kind not in self.sizes:
                 self.sizes[kind] = self._named(lambda: self._ask(args, kwargs))
             self.calls[kind] += 1
@@ -168,17 +168,17 @@ class WatchedModule(Watched):
             least = refusal.minimum_bytes
         return min(least, ordinary), ordinary
 
-    def _note_held(self, kind: Hashable, plain: Callable[[], Any], given: Any) -> None:
+    def _note_held(self, kind: Hashable, plain: Callable[[], Any], arguments: Any) -> None:
         """Note what the graph of a call holds beyond its results, within the least budget and
         without one, if that is little."""
         self.twin.memory = self.sizes[kind][0]
-        calls: Sequence[Any] = (partial(self.twin, *given[0], **given[1]), plain)
+        calls: Sequence[Any] = (partial(self.twin, *arguments[0], **arguments[1]), plain)
         for call, size in zip(calls, self.sizes[kind], strict=True):
             if size <= FEW_BYTES:
                 with MEASURING, unpacked(), torch.enable_grad():
                     results = sum(memory_of(tensors_in(call())).values())
-                    held = measure(call).retained_bytes - results
-                self.held[kind, size] = min(size, max(0, held))
+                    graph_bytes = measure(call).retained_bytes - results
+                self.held[kind, size] = min(size, max(0, graph_bytes))
 
 
 class WatchedRow(Watched):
@@ -206,8 +206,8 @@ class WatchedRow(Watched):
         times = [*map(partial(_Time, self), sample.kinds, sample.numbers[1:])]
         self.times = [one for one in times if one.kind.is_measured]  # the model ran to their end
         self.is_whole = self.times == times
-        for kind in {id(one.kind): one.kind for one in self.times}.values():
-            kind.settle()
+        for known in {id(one.kind): one.kind for one in self.times}.values():
+            known.settle()
         for one in self.times:
             self.count(one.kind)
 

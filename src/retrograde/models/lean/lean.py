@@ -40,8 +40,8 @@ class Lean:
 
     @property
     def let_go_bytes(self) -> dict[str, int]:
-        found = self._tape.let_go.most_common() if self._tape else []
-        return {name: size for name, size in found if size}
+        totals = self._tape.let_go.most_common() if self._tape else []
+        return {name: size for name, size in totals if size}
 
     def __enter__(self) -> "Lean":
         if torch.compiler.is_compiling():
@@ -65,9 +65,9 @@ class Lean:
     def __str__(self) -> str:
         if self.aside is not None:
             return f"ordinary autograd: {self.aside}"
-        found = self.let_go_bytes
-        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in found.items())
-        total = f"kept {format_bytes(self.kept_bytes)}, let go {format_bytes(sum(found.values()))}"
+        let_go = self.let_go_bytes
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in let_go.items())
+        total = f"kept {format_bytes(self.kept_bytes)}, let go {format_bytes(sum(let_go.values()))}"
         return f"{total}: {parts}" if parts else total
 
 

@@ -63,10 +63,10 @@ class _OverwrittenError(RetrogradeError, RuntimeError):
     """What autograd raises too."""
 
 
-def overwritten(size: torch.Size, found: int, expected: int) -> Exception:
+def overwritten(size: torch.Size, current: int, expected: int) -> Exception:
     return _OverwrittenError(
         "one of the variables needed for gradient computation has been modified by an inplace "
-        f"operation: a tensor of sizes {list(size)} is at version {found}; expected version "
+        f"operation: a tensor of sizes {list(size)} is at version {current}; expected version "
         f"{expected} instead"
     )
 
@@ -77,10 +77,10 @@ def glance(tensor: Tensor, turn: int) -> Any:
     flat = tensor.as_strided((tensor.numel(),), (1,), 0)
     words: Any = flat.view(torch.int64 if tensor.nbytes % 8 == 0 else torch.uint8)
     words = words.numpy() if tensor.is_cpu else words
-    rows, rest = divmod(len(words), _EVERY)
-    if rows:
+    runs, rest = divmod(len(words), _EVERY)
+    if runs:
         start, run = (rest if turn >= 8 else 0), turn % 8 * _RUN  # the last words in late turns
-        words = words[start : start + rows * _EVERY].reshape(rows, _EVERY)[:, run : run + _RUN]
+        words = words[start : start + runs * _EVERY].reshape(runs, _EVERY)[:, run : run + _RUN]
     return 0 if tensor.is_meta else words.sum()
 
 
@@ -211,8 +211,8 @@ class Recipe:
     def open(self) -> Tensor:
         call: Any = self.operation.over if self.over else self.operation.call
         result = call(*map(_opened, self.args), **self.keywords)
-        found: Tensor = result if isinstance(result, Tensor) else result[self.nr]
-        return found
+        tensor: Tensor = result if isinstance(result, Tensor) else result[self.nr]
+        return tensor
 
     def peak(self) -> tuple[int, int]:
         """Return the bytes that computing takes at most, and those that stay, the result's too."""
@@ -338,7 +338,7 @@ class Search:
 def _kinds(arg: object) -> list[torch.dtype]:
     """Return the types of the tensors in an argument that have dimensions."""
     if type(arg) is list:
-        return [kind for one in arg for kind in _kinds(one)]
+        return [dtype for one in arg for dtype in _kinds(one)]
     if type(arg) is Versioned:
         return [arg.tensor.dtype] if arg.tensor.dim() else []
     if type(arg) is Packed:
@@ -346,12 +346,12 @@ def _kinds(arg: object) -> list[torch.dtype]:
     return [arg.kind] if type(arg) is Recipe and arg.kind is not None else []
 
 
-def _has_kind(name: str, args: list[Any], kind: torch.dtype | None) -> bool:
+def _has_kind(name: str, args: list[Any], dtype: torch.dtype | None) -> bool:
     """Whether an operation makes a result of this type; in place it may have made another one."""
-    if name == "ToCopy" or kind is None:
+    if name == "ToCopy" or dtype is None:
         return True
     kinds = _kinds(args if name in PROMOTING else args[0])
-    return not kinds or reduce(torch.promote_types, kinds) is kind
+    return not kinds or reduce(torch.promote_types, kinds) is dtype
 
 
 def _copied(arg: Any) -> Any:

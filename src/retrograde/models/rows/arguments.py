@@ -51,16 +51,16 @@ def _apart(leaf: Any, into: list[Any], known: dict[int, int]) -> _Object | None:
         return None
     if id(leaf) in known:
         return _Object(known[id(leaf)])
-    kind: Any = type(leaf)
-    slots = any(vars(base).get("__slots__") for base in kind.__mro__)
-    if kind.__new__ is not object.__new__ or slots or not hasattr(leaf, "__dict__"):
-        raise TypeError(kind.__name__)
+    leaf_class: Any = type(leaf)
+    slots = any(vars(base).get("__slots__") for base in leaf_class.__mro__)
+    if leaf_class.__new__ is not object.__new__ or slots or not hasattr(leaf, "__dict__"):
+        raise TypeError(leaf_class.__name__)
     number = known[id(leaf)] = len(known)
     leaves, spec = pytree.tree_flatten(vars(leaf))
     try:
-        return _Object(number, kind, spec, tuple(_apart(one, into, known) for one in leaves))
+        return _Object(number, leaf_class, spec, tuple(_apart(one, into, known) for one in leaves))
     except TypeError as error:
-        raise TypeError(f"{kind.__name__} with a {error}") from None
+        raise TypeError(f"{leaf_class.__name__} with a {error}") from None
 
 
 def _together(one: _Object | None, values: Iterator[Any], made: dict[int, Any]) -> Any:
@@ -68,11 +68,11 @@ def _together(one: _Object | None, values: Iterator[Any], made: dict[int, Any]) 
     if one is None:
         return next(values)
     if one.kind is not None:
-        found: Any = object.__new__(one.kind)
-        made[one.number] = found
+        copy: Any = object.__new__(one.kind)
+        made[one.number] = copy
         assert one.spec is not None
         leaves = [_together(each, values, made) for each in one.inner]
-        vars(found).update(pytree.tree_unflatten(leaves, one.spec))
+        vars(copy).update(pytree.tree_unflatten(leaves, one.spec))
     return made[one.number]
 
 
@@ -106,8 +106,8 @@ class Arguments:
     @property
     def state(self) -> Any:
         """The state, or None if there is no such argument."""
-        held: Any = dict(enumerate(self.args)) if isinstance(self.slot, int) else self.kwargs
-        return held.get(self.slot)
+        by_slot: Any = dict(enumerate(self.args)) if isinstance(self.slot, int) else self.kwargs
+        return by_slot.get(self.slot)
 
     def kind(self) -> Hashable:
         """Return their key: the structure, the tensors' signatures, and the other values."""
@@ -189,20 +189,20 @@ class RerunArgument:
             raise overwritten(self.value.shape, version(self.value), self.version)
         if not self.is_hidden():
             return self.value.open() if isinstance(self.value, _Spikes) else self.value
-        found: Any = state[self.place]
-        found = found.open() if isinstance(found, _Spikes) else found
-        assert found is not None
-        verify(self.print, found, differs, self.turn)
-        return found
+        tensor: Any = state[self.place]
+        tensor = tensor.open() if isinstance(tensor, _Spikes) else tensor
+        assert tensor is not None
+        verify(self.print, tensor, differs, self.turn)
+        return tensor
 
 
 class RerunArguments:
     """The arguments of one call: ``each`` of them, and which are one tensor."""
 
-    def __init__(self, given: Arguments) -> None:
-        self.each, self.spec = [RerunArgument(leaf) for leaf in given.leaves], given.spec
+    def __init__(self, arguments: Arguments) -> None:
+        self.each, self.spec = [RerunArgument(leaf) for leaf in arguments.leaves], arguments.spec
         first: dict[int, int] = {}
-        ids = [id(x) if isinstance(x, Tensor) else -n for n, x in enumerate(given.leaves, 1)]
+        ids = [id(x) if isinstance(x, Tensor) else -n for n, x in enumerate(arguments.leaves, 1)]
         self.same = [first.setdefault(at, n) for n, at in enumerate(ids)]
 
     def enter(self, values: Sequence[Any]) -> tuple[Any, Any, list[Tensor]]:
@@ -309,7 +309,7 @@ def memory_of(tensors: Iterable[Tensor]) -> dict[int, int]:
     return {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}
 
 
-def made_by(result: object, given: object) -> list[Tensor | None]:
+def made_by(result: object, arguments: object) -> list[Tensor | None]:
     """Return the tensors of a result; None for one that lies in memory of what was given."""
-    theirs = {t.untyped_storage().data_ptr() for t in tensors_in(given)}
+    theirs = {t.untyped_storage().data_ptr() for t in tensors_in(arguments)}
     return [t if t.untyped_storage().data_ptr() not in theirs else None for t in tensors_in(result)]

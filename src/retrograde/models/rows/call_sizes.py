@@ -76,21 +76,21 @@ class PassMeasurements:
 
     @contextmanager
     def watched(
-        self, at: int, layers: Sequence[nn.Module], given: Arguments,
+        self, at: int, layers: Sequence[nn.Module], arguments: Arguments,
         made: Sequence[Tensor | None] | None,
     ) -> Iterator[list[str]]:  # fmt: skip
         """Notice, of a call whose sizes depend on data, if it takes more than any before (rule 12).
         Then it is measured anew, and its name is in the list that the block gets. The block may put
         it there itself."""
         grew = list[str]()
-        with ResultBytes() if at in self.most else nullcontext() as found:
+        with ResultBytes() if at in self.most else nullcontext() as counted:
             yield grew
-        more = found and found.nbytes > self.most[at] * _ALIKE + self.raw[at].noted_bytes
+        more = counted and counted.nbytes > self.most[at] * _ALIKE + self.raw[at].noted_bytes
         if not (more or grew):
             return
         with MEASURING:
-            self.raw[at] = Plans().measure(self.units[at], layers, given, made, self.tied)
-            self.most |= {at: found.nbytes} if found else {}
+            self.raw[at] = Plans().measure(self.units[at], layers, arguments, made, self.tied)
+            self.most |= {at: counted.nbytes} if counted else {}
             every = [*zip(self.units, self.raw, strict=True)]
             self.units, self.sizes, self.raw = [], [], []
             for one in every:
@@ -106,25 +106,24 @@ class PassMeasurements:
             return False
         return all(packed(t) is t for t in made)
 
-    def add(self, unit: Recomputable, found: CallSizes) -> None:
+    def add(self, unit: Recomputable, sizes: CallSizes) -> None:
         """Add the next call. What it hands on of what the call before made is held throughout. A
         gradient that it hands on may wait in larger memory."""
         if unit.made_bytes is not None:
             self.most.setdefault(len(self.raw), unit.made_bytes)
-        self.raw.append(found)
-        handed = found.handed_bytes if self.sizes else 0
-        for at in range(len(self.sizes) - 1, -1, -1) if found.gradient_slack_bytes else ():
-            self.sizes[at] = self.sizes[at].held_back(found.gradient_slack_bytes)
+        self.raw.append(sizes)
+        handed = sizes.handed_bytes if self.sizes else 0
+        for at in range(len(self.sizes) - 1, -1, -1) if sizes.gradient_slack_bytes else ():
+            self.sizes[at] = self.sizes[at].held_back(sizes.gradient_slack_bytes)
             if not self.sizes[at].aliases_input:
                 break
         if self.sizes:
             less = self.sizes[-1].output_bytes - handed
             self.sizes[-1] = replace(self.sizes[-1], output_bytes=less)
-        found = replace(
-            found, input_bytes=found.input_bytes - handed, left_bytes=found.left_bytes + handed
-        )
+        input_bytes, left_bytes = sizes.input_bytes - handed, sizes.left_bytes + handed
+        sizes = replace(sizes, input_bytes=input_bytes, left_bytes=left_bytes)
         self.units.append(unit)
-        self.sizes.append(found)
+        self.sizes.append(sizes)
 
     @property
     def is_measured(self) -> bool:
@@ -177,7 +176,7 @@ class PassMeasurements:
             return kinds[0]
         sizes, later = list[list[CallSizes]](), Counter[Tensor]()
         for kind in reversed(kinds):
-            less = sum(p.nbytes for p, rows in later.items() if rows > 1 and p in kind.tied)
+            less = sum(p.nbytes for p, users in later.items() if users > 1 and p in kind.tied)
             sizes.insert(0, [size.held_back(-less) for size in kind.sizes])
             later.update({p for unit in kind.units for p in unit.reads if p.requires_grad})
         units = [unit for kind in kinds for unit in kind.units]
@@ -199,11 +198,11 @@ class PassMeasurements:
 
 
 def too_small(
-    memory: int, least: int, kind: PassMeasurements, do: str = "raise the budget"
+    memory: int, least: int, known: PassMeasurements, do: str = "raise the budget"
 ) -> BudgetError:
     """Return an error that names the least budget, and the layer that needs most."""
-    needs = [min(max(w.first_bytes, w.backward_bytes) for w in size.ways) for size in kind.sizes]
-    largest = kind.units[needs.index(max(needs))].name
+    needs = [min(max(w.first_bytes, w.backward_bytes) for w in size.ways) for size in known.sizes]
+    largest = known.units[needs.index(max(needs))].name
     return BudgetError(
         f"the memory of {memory} bytes ({format_bytes(memory)}) is too small for an input of this "
         f"kind: expected at least {least} bytes ({format_bytes(least)}), most of it for layer "
@@ -212,13 +211,13 @@ def too_small(
     )
 
 
-def larger(name: str, need: int, room: int, kind: PassMeasurements) -> str:
+def larger(name: str, need: int, room: int, known: PassMeasurements) -> str:
     """Return the warning of a call that takes more than was planned (rule 12)."""
     return (
         f"layer {name} takes more for these data than for all data of the same shapes before: this "
         f"pass needs {need} bytes of the {room} allowed; the next ones keep the budget if it is at "
-        f"least {kind.least_bytes}; let the sample, or the first call, have the data that need the "
-        "most"
+        f"least {known.least_bytes}; let the sample, or the first call, have the data that need "
+        "the most"
     )
 
 
@@ -240,13 +239,14 @@ class Plans:
         return type(self), ()
 
     def kind_of(
-        self, layers: Sequence[nn.Module], given: Arguments, find: Callable[[], PassMeasurements]
-    ) -> PassMeasurements | None:
+        self, layers: Sequence[nn.Module], arguments: Arguments,
+        find: Callable[[], PassMeasurements],
+    ) -> PassMeasurements | None:  # fmt: skip
         """Return what is known of passes with arguments of this kind; ``find`` it if nothing is.
         The result is None if there is nothing to backpropagate, or no memory to measure."""
         parts = parts_of(layers)
         tensors = tensors_of(parts)
-        used = (*tensors_in(given.state), *tensors)
+        used = (*tensors_in(arguments.state), *tensors)
         if is_unreal(used) or not any(t.requires_grad for t in used):
             return None
         if any(map(is_lazy, tensors)):
@@ -256,11 +256,11 @@ class Plans:
             )
         refuse_transforms(used)
         refuse_sharded(parts, used)
-        key = given.kind(), options_key(parts, tensors), tuple(map(id, layers))
+        key = arguments.kind(), options_key(parts, tensors), tuple(map(id, layers))
         return self.kinds.get(key, find, (*parts, *tensors))
 
     def measure(
-        self, unit: Recomputable, layers: Sequence[nn.Module], given: Arguments,
+        self, unit: Recomputable, layers: Sequence[nn.Module], arguments: Arguments,
         made: Sequence[Tensor | None] | None, tied: Weights, repeats: int | None = None,
         spare: list[Any] | None = None,
     ) -> CallSizes:  # fmt: skip
@@ -268,15 +268,15 @@ class Plans:
         for the first call. One that lies in memory of that call's own input is None. If the call
         has to be run, what is ``spare`` is let go before."""
         parts, first = parts_of(layers), made is None
-        kind = given.kind(), *(t in tied for t in unit.reads if tied)
+        kind = arguments.kind(), *(t in tied for t in unit.reads if tied)
         kind += () if first else tuple(packed(t) is t for t in made or ())
-        made = tensors_in(given.state) if made is None else made
+        made = tensors_in(arguments.state) if made is None else made
         memory = first or tuple(t if t is None else t.untyped_storage().nbytes() for t in made)
         key = architecture_key(parts), kind, memory
         if key[0] is None or key not in self.sizes:
             tell(f"measuring layers, once for inputs of this kind: {unit.name}")
             (spare or []).clear()
-            one = Phases(unit, given, [t for t in made if t is not None], tied, first=first)
+            one = Phases(unit, arguments, [t for t in made if t is not None], tied, first=first)
             shapes = [[(p.shape, p.requires_grad) for p in m.parameters(False)] for m in parts]
             alike = tuple(map(type, parts)), str(shapes), kind
             try:
@@ -288,14 +288,14 @@ class Plans:
                         did = _deeds(one, measure_phases(phases[_WHOLE], device=one.device))
                         if did in seen:
                             return seen[did]
-                    found = measure_phases(phases, device=one.device)
+                    measured = measure_phases(phases, device=one.device)
                     one.compare()
                     if alike not in self.seconds:
                         self.seconds[alike] = _seconds(phases, taken, repeats)
             except RuntimeError as error:
                 raise_again(error, f"layer {unit.name}")
-            sizes = self.sizes[key] = _sizes(one, found, self.seconds[alike])
-            seen[_deeds(one, found[_WHOLE])] = sizes
+            sizes = self.sizes[key] = _sizes(one, measured, self.seconds[alike])
+            seen[_deeds(one, measured[_WHOLE])] = sizes
         return self.sizes[key]
 
 
@@ -343,16 +343,16 @@ def _seconds(
     return {way: min(each[way] for each in rounds) for way in taken}
 
 
-def _sizes(one: Phases, found: Sequence[Phase], seconds: dict[int, float]) -> CallSizes:
+def _sizes(one: Phases, phases: Sequence[Phase], seconds: dict[int, float]) -> CallSizes:
     """Return what the phases of a call showed."""
-    given, output = found[0].growth(), -found[2].growth()
+    input_bytes, output = phases[0].growth(), -phases[2].growth()
     on_gpu = one.device.type == "cuda"
     captured = [t for t in one.unit.surroundings.capture() if isinstance(t, Tensor)]
     noted = sum(t.nbytes for t in captured if t.is_cuda == on_gpu)  # also held while it runs again
     ways, waits = {}, 0
     for k, way in enumerate(_ORDER):
         first = 5 + 6 * k
-        record, less_result, less_state, back = found[first : first + 4]
+        record, less_result, less_state, back = phases[first : first + 4]
         last = first + 4  # what is released then is the caller's
         remains = record.growth(before=last) + less_result.growth()
         keeps_output = -less_result.growth() < output
@@ -362,7 +362,7 @@ def _sizes(one: Phases, found: Sequence[Phase], seconds: dict[int, float]) -> Ca
             backward_bytes=remains + back.peak(first, last),
             seconds=max(0.0, seconds[way] - seconds[KEPT]),
             again_seconds=max(seconds[_FORWARD], seconds[_AGAIN.get(way, way)] - seconds[KEPT]),
-            keeps_input=-less_state.growth() < given,
+            keeps_input=-less_state.growth() < input_bytes,
             keeps_output=keeps_output,
             dropped=way in (DROPPED, DROPPED_LEAN),
         )
@@ -371,9 +371,9 @@ def _sizes(one: Phases, found: Sequence[Phase], seconds: dict[int, float]) -> Ca
             waits = int(back.sizes[:begun].sum()) - noted if begun < len(back.sizes) else 0
     turned = ways[TURNED].backward_bytes - ways[KEPT].backward_bytes
     return CallSizes(
-        input_bytes=given,
+        input_bytes=input_bytes,
         output_bytes=output,
-        forward_bytes=found[1].peak() + noted + _MARK_BYTES,
+        forward_bytes=phases[1].peak() + noted + _MARK_BYTES,
         forward_seconds=seconds[_FORWARD],
         ways=tuple(ways[way] for way in (KEPT, LEAN, DROPPED, DROPPED_LEAN)),
         noted_bytes=noted,

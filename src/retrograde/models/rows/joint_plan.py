@@ -39,10 +39,10 @@ class Pass:
     made: list[Hashable] = field(default_factory=list)  # where the results of the last one lie
     last: RecomputedCall | None = None  # of the layer before, if it is dropped; riders may follow
 
-    def made_of(self, given: Arguments) -> list[Tensor | None]:
+    def made_of(self, arguments: Arguments) -> list[Tensor | None]:
         """Return what the call before made and this one is given, each in its place."""
-        found = {where(t): t for t in tensors_in(given.leaves)}
-        return [found.get(at) for at in self.made]
+        by_address = {where(t): t for t in tensors_in(arguments.leaves)}
+        return [by_address.get(at) for at in self.made]
 
 
 class Handed:
@@ -67,9 +67,9 @@ class Handed:
         """Return the pass that waits for one of some tensors, which nobody wrote to since then."""
         for t in tensors if self._found else ():
             if t.layout is torch.strided and not is_wrapped(t):
-                found = self._found.get(where(t))
-                if found is not None and found[1] == version(t) and not found[2].expired():
-                    return found[0]
+                entry = self._found.get(where(t))
+                if entry is not None and entry[1] == version(t) and not entry[2].expired():
+                    return entry[0]
         return None
 
 
@@ -103,30 +103,30 @@ class JointPlan:
     def __setstate__(self, state: Any) -> None:
         self.__init__(*state)  # type: ignore[misc]
 
-    def begin(self, row: "LayerRun", kind: PassMeasurements) -> Pass:
+    def begin(self, row: "LayerRun", known: PassMeasurements) -> Pass:
         """Begin this thread's pass through a row."""
         now = getattr(self._running, "now", {})
         at, is_first = self._place(row, now)
         if is_first:
             self._running.now = now = {}
-        now[at] = kind, None
+        now[at] = known, None
         kinds, whole = self._known.get(_first(now), ({}, None))
         share = self.shares[at] if at < len(self.rows) else 0
         own = None
-        if whole is not None and kinds.get(at) is kind:
+        if whole is not None and kinds.get(at) is known:
             start = sum(len(one.sizes) for k, one in kinds.items() if k < at)
             parts = whole.plan(self.memory)
             first, last = (
                 bisect_left(parts, n, key=lambda part: part.start)
-                for n in (start, start + len(kind.sizes))
+                for n in (start, start + len(known.sizes))
             )
             own = tuple(part.moved(-start) for part in parts[first:last])
-        elif whole is None and kind.is_measured and share >= kind.least_bytes:
-            own = kind.plan(share)
-        now[at] = kind, own
+        elif whole is None and known.is_measured and share >= known.least_bytes:
+            own = known.plan(share)
+        now[at] = known, own
         late = partial(self._late, now, at) if own is None else None
-        is_ordinary = own is not None and kind.is_ordinary(own)
-        begun = Pass(kind, None if is_ordinary else RunningPlan(own or (), kind.tied, late))
+        is_ordinary = own is not None and known.is_ordinary(own)
+        begun = Pass(known, None if is_ordinary else RunningPlan(own or (), known.tied, late))
         self._running.open = row, begun
         return begun
 
@@ -155,10 +155,10 @@ class JointPlan:
             self._running.graph = Waiting.of(result)
         grown, self._running.grown = getattr(self._running, "grown", None), None
         if grown is not None:  # the next pass is planned anew, or refused
-            kind, parts = now[at]
-            own = kind.late_bytes if parts is None else peak_of(kind.sizes, parts)
+            known, parts = now[at]
+            own = known.late_bytes if parts is None else peak_of(known.sizes, parts)
             if (need := self._before(now, at) + own) > self.memory:
-                warnings.warn(larger(grown, need, self.memory, kind), stacklevel=7)
+                warnings.warn(larger(grown, need, self.memory, known), stacklevel=7)
             return
         if at == len(self.rows) - 1:
             self._found(now)
@@ -166,21 +166,21 @@ class JointPlan:
     def _found(self, now: "_Running") -> None:
         """Note which kinds of input a pass had. Tell or refuse if it needs more than the budget. A
         pass that left rows out is not refused, since it cannot name what a whole one needs."""
-        found, first = {k: one for k, (one, _) in now.items()}, _first(now)
+        kinds, first = {k: one for k, (one, _) in now.items()}, _first(now)
         late = {k: kind.late_bytes for k, (kind, parts) in now.items() if parts is None}
         need, at = max(((self._before(now, k) + late[k], k) for k in late), default=(0, 0))
-        known, _ = self._known.get(first, ({}, None))
-        new, old = ({(k, id(one)) for k, one in each.items()} for each in (found, known))
+        earlier, _ = self._known.get(first, ({}, None))
+        new, old = ({(k, id(one)) for k, one in each.items()} for each in (kinds, earlier))
         if old and not old < new and need <= self.memory:
             return
-        beyond = [OutputLifetime(k + 1, k + 1) for k in range(len(self.waits), max(found) + 1)]
-        waits = [[*self.waits, *beyond][k].among([*found]) for k in found]
-        whole = PassMeasurements.of_rows([*found.values()], waits)
+        beyond = [OutputLifetime(k + 1, k + 1) for k in range(len(self.waits), max(kinds) + 1)]
+        waits = [[*self.waits, *beyond][k].among([*kinds]) for k in kinds]
+        whole = PassMeasurements.of_rows([*kinds.values()], waits)
         if whole.least_bytes <= self.memory:  # the next ones are planned by it
-            self.knows(found, whole)
+            self.knows(kinds, whole)
         elif old and not (old < new or new <= old):
-            self._known[first] = found, None
-        elif len(found) == len(self.rows):
+            self._known[first] = kinds, None
+        elif len(kinds) == len(self.rows):
             raise too_small(self.memory, whole.least_bytes, whole, _ANEW)
         if need > self.memory:
             name = self.rows[min(at, len(self.rows) - 1)].names[0]
@@ -191,27 +191,27 @@ class JointPlan:
         at = min(kinds)
         self._known[at, id(kinds[at])] = kinds, whole
 
-    def grows(self, name: str, kind: PassMeasurements) -> None:
+    def grows(self, name: str, known: PassMeasurements) -> None:
         """Plan anew from the next pass on, since calls of a kind take more than they did."""
         self._running.grown = name
-        for key in [key for key, (kinds, _) in self._known.items() if kind in kinds.values()]:
+        for key in [key for key, (kinds, _) in self._known.items() if known in kinds.values()]:
             del self._known[key]
 
     def _before(self, now: "_Running", at: int) -> int:
         """Return what the rows before one hold, and its own input."""
         inputs = sum(one.sizes[0].input_bytes for k, (one, _) in now.items() if min(now) < k <= at)
-        calls = [(kind.sizes, parts) for k, (kind, parts) in now.items() if k < at]
+        calls = [(known.sizes, parts) for k, (known, parts) in now.items() if k < at]
         group = (Part(0, 1),)
         return inputs + sum(held_of(s, p or (Part(0, len(s), 0, group),)) for s, p in calls)
 
     def _late(self, now: "_Running", at: int) -> tuple[Part, ...]:
-        kind = now[at][0]
+        known = now[at][0]
         ends = max(now) + 1 == len(self.rows) or getattr(self._running, "ended", None) is now
         if not ends and all(one.is_measured for one, _ in now.values()):
             self._running.ended = now  # the pass has ended without the last row, or behind it
             self._found(now)
-        noted = sum(call.noted_bytes for call in kind.sizes)
-        return kind.late_plan(self.memory - self._before(now, at) - noted)
+        noted = sum(call.noted_bytes for call in known.sizes)
+        return known.late_plan(self.memory - self._before(now, at) - noted)
 
 
 _Kinds = dict[int, PassMeasurements]

@@ -59,9 +59,9 @@ class RowForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         is_rider = is_inplace_activation(self.module)
         if is_rider or len(self.places) > 1:
-            given = tensors_in((args, kwargs))
+            tensors = tensors_in((args, kwargs))
             for row, number in self.places:
-                if (now := row.handed.to(given)) is not None and now.next == number:
+                if (now := row.handed.to(tensors)) is not None and now.next == number:
                     return row.call(number, args, kwargs)
         if is_rider:  # it may also be called outside of its rows
             return own_forward(self.module)(*args, **kwargs)
@@ -150,8 +150,8 @@ _NEW = (
 )
 
 
-def _same(*given: Any) -> Any:
-    return given
+def _same(*arguments: Any) -> Any:
+    return arguments
 
 
 class RefusedLayerError(NotExactError):
@@ -214,10 +214,10 @@ class LayerRun:
         """Run the call of the model that has this number in the row."""
         result, sample = None, self.sample
         if sample is not None:
-            rows = sample.rest.rows
-            if rows and (last := rows[-1]) is not self:
+            called = sample.rest.rows
+            if called and (last := called[-1]) is not self:
                 last.kept.update(last._alive())  # which states but the last are still there
-            rows.append(self)
+            called.append(self)
             sample.numbers[-1].append(sample.rest.begin((args, kwargs), counts=True))
         try:
             result = self._call(number, args, kwargs)
@@ -240,36 +240,36 @@ class LayerRun:
         forward = own_forward(self.calls[number][1])
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        given = Arguments(args, kwargs, 0 if part else self.slots[k])
-        if (reason := given.refusal()) is not None:
+        arguments = Arguments(args, kwargs, 0 if part else self.slots[k])
+        if (reason := arguments.refusal()) is not None:
             raise NotExactError(f"layer {self.names[k]} {reason}")
-        now = self._pass(number, given)
+        now = self._pass(number, arguments)
         if now is None or k not in now.kind.active:
             result = forward(*args, **kwargs)
         elif part:
-            result = forward(*args) if now.last is None else now.last.run(forward, given)
+            result = forward(*args) if now.last is None else now.last.run(forward, arguments)
         else:
-            made, at = now.made_of(given), now.kind.active.index(k)
+            made, at = now.made_of(arguments), now.kind.active.index(k)
             if now.calls is not None:
-                self._measure(now.kind, at, given, made if at else None)
-            watch = now.kind.watched(at, self.layers[k], given, made if at else None)
+                self._measure(now.kind, at, arguments, made if at else None)
+            watch = now.kind.watched(at, self.layers[k], arguments, made if at else None)
             with watch if self.sample is None else nullcontext() as grew:
                 if now.calls is None:
                     result = forward(*args, **kwargs)
                 else:
-                    run = now.calls.run
-                    result, now.last = run(at, now.kind.units[at], forward, given, made, now.last)
+                    run, unit = now.calls.run, now.kind.units[at]
+                    result, now.last = run(at, unit, forward, arguments, made, now.last)
                     if grew is not None and now.kind.is_whole(at, now.last, made):
                         grew.append(self.names[k])
             if grew:
                 self.joint_plan.grows(now.kind.units[at].name, now.kind)
             if self.sample is not None:
-                self._looks(self.sample.rest, at, given, made, now.last)
+                self._looks(self.sample.rest, at, arguments, made, now.last)
         if now is not None and number + 1 < len(self.calls):
             now.next = number + 1
             is_own = not part and k in now.kind.active  # and has not the same tensors as before
             may_skip = is_own and now.kind.units and now.kind.units[at].fill is not None
-            own = made_by(result, given.leaves if is_own and not may_skip else ())
+            own = made_by(result, arguments.leaves if is_own and not may_skip else ())
             there = [y for y in own if y is not None]
             self.handed.on(now, there)
             if is_own:
@@ -285,7 +285,7 @@ class LayerRun:
         return result
 
     def _looks(
-        self, rest: RestOfModel, at: int, given: Arguments, made: Sequence[Tensor | None],
+        self, rest: RestOfModel, at: int, arguments: Arguments, made: Sequence[Tensor | None],
         call: RecomputedCall | None,
     ) -> None:  # fmt: skip
         """Note, in the run on the sample, what is there while a call runs and what it holds."""
@@ -293,31 +293,31 @@ class LayerRun:
         if call is None:
             return
         later = at or rest.rows[0] is not self
-        ours = {id(t) for t in (made if later else tensors_in(given.state))}
+        ours = {id(t) for t in (made if later else tensors_in(arguments.state))}
         ours |= {id(t()) for t in rest.made_by_rows}
         for one in call.given.each:
             if isinstance(one.value, Tensor):  # else it would look as if the model kept it
                 one.value = one.value.detach()
-        held = zip(given.leaves, call.given.each, strict=True)
-        rest.hold([one.value for x, one in held if id(x) not in ours])
+        pairs = zip(arguments.leaves, call.given.each, strict=True)
+        rest.hold([one.value for x, one in pairs if id(x) not in ours])
 
-    def _pass(self, number: int, given: Arguments) -> Pass | None:
+    def _pass(self, number: int, arguments: Arguments) -> Pass | None:
         """Return the pass of a call whose state is the output of the call before it. The call of
         the first active layer begins a pass. Otherwise the result is None, and the call of an
         active layer warns, or is refused on a sample."""
-        state = tensors_in(given.state)
+        state = tensors_in(arguments.state)
         now = self.handed.to(state)
-        if now is not None and (now.next == number or self._leaves_out(now, number, given)):
+        if now is not None and (now.next == number or self._leaves_out(now, number, arguments)):
             return now
         k, part = self.parts[number]
         active = [k for k, one in enumerate(self.layers) if not passes_through(one[0])]
         if part == 0 and active[:1] == [k] and state:
-            return self._begin(active, given)
+            return self._begin(active, arguments)
         if k not in active:
             return None
         if now is None and part == 0 and state and not self.joint_plan.is_in(self, number):
-            now = self._begin(active, given)  # the first ones may not be called
-            if self._leaves_out(now, number, given):
+            now = self._begin(active, arguments)  # the first ones may not be called
+            if self._leaves_out(now, number, arguments):
                 return now
         if self.sample is not None:
             reason = "is not called in turn where gradients are recorded"
@@ -325,21 +325,21 @@ class LayerRun:
         warnings.warn(_OUT_OF_TURN.format(self.names[k]), stacklevel=6)
         return None
 
-    def _leaves_out(self, now: Pass, number: int, given: Arguments) -> bool:
+    def _leaves_out(self, now: Pass, number: int, arguments: Arguments) -> bool:
         """Pass over the calls before one that the model does not make this time. In the plan they
         are made, and return what they are given. Return whether this is possible."""
         (first, rider), (k, part) = self.parts[now.next], self.parts[number]
         if self.sample is not None or rider or part or now.next > number:
             return False
-        state = tensors_in(given.state)
+        state = tensors_in(arguments.state)
         now.made = now.made or [*map(where, state)]
-        made = now.made_of(given)
+        made = now.made_of(arguments)
         same = Arguments(tuple(torch.empty(0, device="cpu") if t is None else t for t in made))
         for at in (at for at, k_ in enumerate(now.kind.active) if first <= k_ < k):
             if now.calls is None:
                 break
             try:
-                self._measure(now.kind, at, given, made if at else None)
+                self._measure(now.kind, at, arguments, made if at else None)
             except Exception:  # it may not take what a later one is given
                 return False
             unit = replace(now.kind.units[at], forward=_same, reads=())
@@ -347,30 +347,30 @@ class LayerRun:
         now.next = number
         return True
 
-    def _begin(self, active: list[int], given: Arguments) -> Pass:
+    def _begin(self, active: list[int], arguments: Arguments) -> Pass:
         layers = [layer for one in self.layers for layer in one]
         tied = frozenset(p for m, name in self.tied if (p := m._parameters.get(name)) is not None)
         unknown = partial(PassMeasurements, active, tied=tied, kept=self.kept, lingers=self.lingers)
-        kind = self.plans.kind_of(layers, given, unknown)
-        if kind is None:
+        known = self.plans.kind_of(layers, arguments, unknown)
+        if known is None:
             return Pass(unknown(), None)
         if (sample := self.sample) is not None:
-            sample.kinds.append(kind)
+            sample.kinds.append(known)
             sample.numbers.append([sample.numbers[-1].pop()])
             self.kept.update(self._alive())
-            sample.made = [[*map(ref, tensors_in(given.state))]]
-            return Pass(kind, RunningPlan((), kind.tied, partial(kind.late_plan, 0)))
-        return self.joint_plan.begin(self, kind)
+            sample.made = [[*map(ref, tensors_in(arguments.state))]]
+            return Pass(known, RunningPlan((), known.tied, partial(known.late_plan, 0)))
+        return self.joint_plan.begin(self, known)
 
     def _measure(
-        self, kind: PassMeasurements, at: int, given: Arguments,
+        self, known: PassMeasurements, at: int, arguments: Arguments,
         made: Sequence[Tensor | None] | None,
     ) -> None:  # fmt: skip
         """Try and measure an active layer, if it is the next one that is not known. ``made`` are
         the tensors that the call before made."""
-        if len(kind.sizes) > at:
+        if len(known.sizes) > at:
             return
-        k = kind.active[at]
+        k = known.active[at]
         layers = self.layers[k]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -380,12 +380,12 @@ class LayerRun:
             return value
 
         with MEASURING:  # another thread may be measuring the same
-            if len(kind.sizes) == at:
-                unit = try_call(self.names[k], forward, layers, given)[0]
-                found = self.plans.measure(unit, layers, given, made, kind.tied)
-                kind.add(unit, found)
-                if kind.is_measured and self.sample is None:
-                    kind.settle()
+            if len(known.sizes) == at:
+                unit = try_call(self.names[k], forward, layers, arguments)[0]
+                sizes = self.plans.measure(unit, layers, arguments, made, known.tied)
+                known.add(unit, sizes)
+                if known.is_measured and self.sample is None:
+                    known.settle()
 
 
 def passes_through(layer: nn.Module) -> bool:
@@ -397,22 +397,22 @@ def passes_through(layer: nn.Module) -> bool:
 @contextmanager
 def released(model: nn.Module) -> Iterator[None]:
     """Give all modules their own forward pass in a block, so that no row gets their calls."""
-    held = _release(model)
+    removed = _release(model)
     try:
         yield
     finally:
         _release(model)
-        for own, forward in held:
+        for own, forward in removed:
             own["forward"] = forward
 
 
 def _release(model: nn.Module) -> list[tuple[dict[str, Any], RowForward]]:
     """Give all modules their own forward pass. Return their attributes, and what they had."""
     own = map(vars, model.modules())
-    held = [(one, one["forward"]) for one in own if isinstance(one.get("forward"), RowForward)]
-    for one, _ in held:
+    removed = [(one, one["forward"]) for one in own if isinstance(one.get("forward"), RowForward)]
+    for one, _ in removed:
         del one["forward"]
-    return held
+    return removed
 
 
 def install(model: nn.Module, rows: "Sequence[LayerRun]") -> None:

@@ -41,11 +41,11 @@ class Phases:
     """
 
     def __init__(
-        self, unit: Recomputable, given: Arguments, state: Sequence[Tensor], tied: Weights, *,
+        self, unit: Recomputable, arguments: Arguments, state: Sequence[Tensor], tied: Weights, *,
         first: bool,
     ) -> None:  # fmt: skip
         self.unit, self.given, self.tied, self.first = unit, state, tied, first
-        leaves, self.arguments = given.leaves, RerunArguments(given)
+        leaves, self.arguments = arguments.leaves, RerunArguments(arguments)
         self.device = tensors_in(leaves)[0].device
         ours = {id(t): n for n, t in enumerate(state)}
         self.places = [ours.get(id(leaf)) for leaf in leaves]
@@ -83,9 +83,9 @@ class Phases:
         with unsaved():
             self.result = [t.detach() for t in tensors_in(do_most(self.unit, *args, **kwargs))]
         every = self.state, tensors_in(self.result), tensors_in((args, kwargs))
-        state, result, given = map(memory_of, every)
+        state, result, arguments = map(memory_of, every)
         self.handed = sum(size for at, size in state.items() if at in result)
-        self.aliases_input = not given.keys().isdisjoint(result)
+        self.aliases_input = not arguments.keys().isdisjoint(result)
 
     def record(self) -> None:
         """Run the call as a plan that keeps it in this way does."""
@@ -93,11 +93,11 @@ class Phases:
             args, kwargs, wanted = self._arguments()
             self.edges = [get_gradient_edge(t) for t in wanted]
             wanted.clear()
-            row, given = RunningPlan((Part(0, 1, max(self.way, KEPT)),)), Arguments(args, kwargs)
+            row, entered = RunningPlan((Part(0, 1, max(self.way, KEPT)),)), Arguments(args, kwargs)
             unit = replace(self.unit, forward=self._again, reruns=self.reruns)
-            made = [t for t, n in zip(given.leaves, self.places, strict=True) if n is not None]
+            made = [t for t, n in zip(entered.leaves, self.places, strict=True) if n is not None]
             forward, made = partial(self._timed, do_most, self.unit), [] if self.first else made
-            self.result, call = row.run(0, unit, forward, given, made, None)
+            self.result, call = row.run(0, unit, forward, entered, made, None)
             self.packed = (call and call.packed) or self.packed
 
     def _again(self, *args: Any, **kwargs: Any) -> Any:
@@ -117,23 +117,23 @@ class Phases:
         return self.arguments.enter(leaves)
 
     def release_result(self) -> None:
-        found = [t for t in (*tensors_in(self.result), *self._left()) if t.requires_grad]
-        self.like = [(t.shape, t.dtype, t.device) for t in found]
-        self.gradient_bytes = sum(t.nbytes for t in found)
-        if found:
+        outputs = [t for t in (*tensors_in(self.result), *self._left()) if t.requires_grad]
+        self.like = [(t.shape, t.dtype, t.device) for t in outputs]
+        self.gradient_bytes = sum(t.nbytes for t in outputs)
+        if outputs:
             with torch.enable_grad():
-                self.root = [get_gradient_edge(Leave.apply(self.seeds, *found))]  # type: ignore[no-untyped-call]
+                self.root = [get_gradient_edge(Leave.apply(self.seeds, *outputs))]  # type: ignore[no-untyped-call]
         self.result = None
 
     def _left(self) -> list[Tensor]:
         """Return what the call left with a gradient, which is held elsewhere, and put it back."""
-        found = [t for slot in self.unit.surroundings.left for t in tensors_in(slot.read())]
+        left = [t for slot in self.unit.surroundings.left for t in tensors_in(slot.read())]
         for grown, length in zip(self.unit.surroundings.growing, self.lengths, strict=True):
-            found += tensors_in(grown[length:])
+            left += tensors_in(grown[length:])
             del grown[length:]
         for slot, value in self.before:
             slot.write(value)
-        return [t for t in found if t.grad_fn is not None]
+        return [t for t in left if t.grad_fn is not None]
 
     def backpropagate(self) -> None:
         root, edges, turned = [*self.root], [*self.edges], self.way == TURNED
@@ -147,12 +147,12 @@ class Phases:
                 del seed
             begin = [torch.empty(0, device=self.device)]
             with as_accumulated(own, self.tied):
-                found = self._timed(grad, root, [*edges, *own], begin, allow_unused=True)
-            self.shown[self.way] = fingerprints(g for g in found if g is not None)
-            back = [g for g in found[: len(edges)] if g is not None]
+                gradients = self._timed(grad, root, [*edges, *own], begin, allow_unused=True)
+            self.shown[self.way] = fingerprints(g for g in gradients if g is not None)
+            back = [g for g in gradients[: len(edges)] if g is not None]
             self.reorders_gradient[turned] = any(not g.is_contiguous() for g in back)
             self.apart = max([0, *(g.untyped_storage().nbytes() - g.nbytes for g in back)])
-            self.for_caller = list(found[len(edges) :])
+            self.for_caller = list(gradients[len(edges) :])
 
     def compare(self) -> None:
         """Refuse a call whose gradients have other bits in one way to keep it than in another."""

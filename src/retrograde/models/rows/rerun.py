@@ -96,14 +96,14 @@ class Placeholder:
 
     def open(self) -> Tensor:
         """Return the tensor, and let it go. If it is read once more, the call runs once more."""
-        found = self.opened() if self.opened is not None else None
-        if found is None:
+        tensor = self.opened() if self.opened is not None else None
+        if tensor is None:
             if self.value is None:
                 self.call.refill()
             value, self.value = self.value, None
-            found = recipes.unpack(value)
-            self.opened = ref(found)
-        return found
+            tensor = recipes.unpack(value)
+            self.opened = ref(tensor)
+        return tensor
 
 
 class _EndedError(BaseException):
@@ -115,12 +115,12 @@ class RecomputedCall:
     does not hold it. ``lean``: when it runs again, cheap values are let go."""
 
     def __init__(
-        self, unit: Recomputable, given: Arguments, *, lean: bool,
+        self, unit: Recomputable, arguments: Arguments, *, lean: bool,
         row: "RunningPlan | None" = None, number: int = 0,
     ) -> None:  # fmt: skip
         self.unit, self.lean, self.row, self.number = unit, lean, row, number
         self.born = next(_numbers)
-        self.given = RerunArguments(given)
+        self.given = RerunArguments(arguments)
         self.saved: list[ref[Placeholder]] = []
         self.forms: list[tuple[torch.Size, torch.dtype]] = []
         self.noted = Noted(unit.reruns)
@@ -130,12 +130,12 @@ class RecomputedCall:
         self.before: RecomputedCall | None = None  # the call before it, which must live as long
         self.marks, self.then = unit.surroundings.marks(), unit.surroundings.capture()
 
-    def run(self, forward: Callable[..., Any], given: Arguments) -> Any:
+    def run(self, forward: Callable[..., Any], arguments: Arguments) -> Any:
         """Run the call, or a part of it, for the first time, in the caller's graph."""
-        ours = {id(leaf) for leaf in given.leaves if isinstance(leaf, Tensor)}
+        ours = {id(leaf) for leaf in arguments.leaves if isinstance(leaf, Tensor)}
         hooks = saved_tensors_hooks(partial(self._drop, ours), recipes.unpack)  # type: ignore[arg-type]
         with hooks:
-            result = forward(*given.args, **given.kwargs)
+            result = forward(*arguments.args, **arguments.kwargs)
         self.noted.settle()
         if any(one.is_overwritten() for one in self.given.each):
             raise NotExactError(
@@ -320,7 +320,7 @@ class Waiting:
     @staticmethod
     def is_on(one: "Callable[[], Waiting | None]") -> bool:
         """Return whether the result may still go back."""
-        return (found := one()) is not None and not found.over
+        return (waiting := one()) is not None and not waiting.over
 
 
 @dataclass(eq=False)
@@ -337,7 +337,7 @@ class RunningPlan:
     waiting: Callable[[], Waiting | None] = lambda: None  # for the gradients of its calls' results
 
     def run(
-        self, number: int, unit: Recomputable, forward: Callable[..., Any], given: Arguments,
+        self, number: int, unit: Recomputable, forward: Callable[..., Any], arguments: Arguments,
         made: Sequence[Tensor | None], before: RecomputedCall | None,
     ) -> tuple[Any, RecomputedCall | None]:  # fmt: skip
         """Run the next call as the plan says. Return its result, and the call if it is dropped.
@@ -360,12 +360,12 @@ class RunningPlan:
             self._refuse_second(unit)
         if way in (DROPPED, DROPPED_LEAN):
             row = self if grouped else None
-            call = RecomputedCall(unit, given, lean=way == DROPPED_LEAN, row=row, number=number)
+            call = RecomputedCall(unit, arguments, lean=way == DROPPED_LEAN, row=row, number=number)
         with casts, lean_pass() if way == LEAN else nullcontext():
             if call is None:
-                result = forward(*given.args, **given.kwargs)
+                result = forward(*arguments.args, **arguments.kwargs)
             else:
-                result = call.run(forward, given)
+                result = call.run(forward, arguments)
         if once:
             self.waiting = Waiting.of(result, self.waiting())
             unit.reruns.latest = self.context, self.waiting

@@ -76,11 +76,11 @@ class RestOfModel(TorchFunctionMode):
         """Note tensors that are held until the backward pass."""
         self._saved += map(ref, _tensors(tensors))
 
-    def begin(self, given: object, *, counts: bool) -> int:
+    def begin(self, arguments: object, *, counts: bool) -> int:
         """Note that a call begins. It holds what it is given, and may count that as its own. Return
         its number."""
         now = len(self._begins)
-        for t in _tensors(given):
+        for t in _tensors(arguments):
             if (one := self._memory.get(address_of(t))) is not None:
                 if not counts and one.since < math.inf:
                     self._inputs[address_of(t)] = one  # a run without gradients will not hold it
@@ -114,15 +114,15 @@ class RestOfModel(TorchFunctionMode):
         self._walk(there, results)
         self._sums = sum(saved[key] for key in saved.keys() - known), forward, stays
 
-    def held_bytes(self, rows: Sequence[Sequence[int]]) -> int:
+    def held_bytes(self, call_numbers: Sequence[Sequence[int]]) -> int:
         """Return the most bytes that were held, if some rows of calls count what their results
         take, as :meth:`waits` tells it."""
-        (saved, forward, stays), backward = self._sums, _most(self._waiting(rows))
+        (saved, forward, stays), backward = self._sums, _most(self._waiting(call_numbers))
         return saved + max(forward, stays + backward)
 
     def _note(self, result: object) -> list[_Memory]:
         """Return the memory of tensors that are there from now on."""
-        found = []
+        memories = []
         for t in _tensors(result):
             key, now = address_of(t), len(self._begins)
             if (one := self._memory.get(key)) is None:
@@ -131,8 +131,8 @@ class RestOfModel(TorchFunctionMode):
             if not one.tensors:
                 one.since, one.left = max(one.since, now), math.inf
             one.tensors[id(t)] = ref(t, partial(self._forget, key, one, id(t)))
-            found.append(one)
-        return found
+            memories.append(one)
+        return memories
 
     def _forget(self, key: int, one: _Memory, tensor: int, _: object) -> None:
         one.tensors.pop(tensor, None)
@@ -163,33 +163,33 @@ class RestOfModel(TorchFunctionMode):
                 key, like = (number_of(inner), nr), outputs_of(inner)[nr]
                 nested = like.is_cpp_nested_tensor  # which has no shape
                 own = 0 if nested else math.prod(like.shape) * like.dtype.itemsize
-                given = [(own, key), memory.get(inner, (0, key))]
-                given += [memory[node]] if hands_on(node, to) else []
+                candidates = [(own, key), memory.get(inner, (0, key))]
+                candidates += [memory[node]] if hands_on(node, to) else []
                 by, _, before = self._last.get(key, (0, 0, (0, key)))
-                memory[inner] = max(given)
-                self._last[key] = max(by, number_of(node)), own, max(*given, before)
+                memory[inner] = max(candidates)
+                self._last[key] = max(by, number_of(node)), own, max(*candidates, before)
 
-    def _waiting(self, rows: Sequence[Sequence[int]]) -> Iterable[tuple[int, int, int]]:
+    def _waiting(self, call_numbers: Sequence[Sequence[int]]) -> Iterable[tuple[int, int, int]]:
         """Yield the gradients of what was not made by calls: bytes, and the calls while which they
         wait. Backward, the nodes of the graph run in the opposite order of their numbers."""
-        results = (node for numbers in rows for _, node in self._results[numbers[-1]])
+        results = (node for numbers in call_numbers for _, node in self._results[numbers[-1]])
         counted = {self._last[node][2][1] for node in results if node in self._last}  # by rows
         for (made, _), (used, own, (nbytes, owner)) in self._last.items():
             first, stop = bisect_right(self._begins, made), bisect_right(self._ends, used)
             if first == 0 or made >= self._ends[first - 1]:
                 yield own if owner in counted else nbytes, first, stop
 
-    def waits(self, rows: Sequence[Sequence[int]]) -> Iterable[OutputLifetime]:
+    def waits(self, call_numbers: Sequence[Sequence[int]]) -> Iterable[OutputLifetime]:
         """Yield how long the result of each row of calls waits."""
-        first = [numbers[0] for numbers in rows]
+        first = [numbers[0] for numbers in call_numbers]
         ends = [self._ends[call] for call in first]
-        for at, numbers in enumerate(rows):
+        for at, numbers in enumerate(call_numbers):
             runs, back, spread = at + 1, at + 1, 1.0
             for one, node in self._results[numbers[-1]]:
                 there = [row for row, k in enumerate(first, 1) if one.left > k + (one.taken == k)]
                 runs = max([runs, *there])
                 read, own, (most, _) = self._last.get(node, (0, 1, (1, None)))
-                back = max(back, bisect_right(ends, read) if one.left < math.inf else len(rows))
+                back = max(back, bisect_right(ends, read) if one.left < math.inf else len(ends))
                 spread = max(spread, most / max(1, own))
             yield OutputLifetime(runs, back, spread)
 

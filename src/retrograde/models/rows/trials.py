@@ -36,7 +36,7 @@ from retrograde.sizes.cache import signature
 
 
 def try_call(
-    name: str, forward: Callable[..., Any], layers: Sequence[nn.Module], given: Arguments
+    name: str, forward: Callable[..., Any], layers: Sequence[nn.Module], arguments: Arguments
 ) -> tuple[Recomputable, Tensor | None]:
     """Run a call of some layers once. Return it, and its result without a graph, if that is one
     tensor. Nothing else that the call made is held.
@@ -45,38 +45,38 @@ def try_call(
     trial in which it did the most counts, and no result is returned. A call that cannot be run
     again is refused.
     """
-    tried, result = _tried(name, forward, layers, given, None)
+    tried, result = _tried(name, forward, layers, arguments, None)
     if tried.decides:
         result = None
-        others = [_tried(name, forward, layers, given, fill)[0] for fill in FILLS]
+        others = [_tried(name, forward, layers, arguments, fill)[0] for fill in FILLS]
         sources = tried.surroundings.sources
         tried = max(*others, tried, key=lambda one: one.made.nbytes)
-        found = tried.surroundings
-        more = (source for source in found.sources if source.is_torchs)  # others' were filled
-        found = replace(found, sources=(*dict.fromkeys((*sources, *more)),))
-        tried = replace(tried, surroundings=found)
+        surroundings = tried.surroundings
+        more = (source for source in surroundings.sources if source.is_torchs)  # others were filled
+        surroundings = replace(surroundings, sources=(*dict.fromkeys((*sources, *more)),))
+        tried = replace(tried, surroundings=surroundings)
     return tried, result
 
 
 def _tried(
-    name: str, forward: Callable[..., Any], layers: Sequence[nn.Module], given: Arguments,
+    name: str, forward: Callable[..., Any], layers: Sequence[nn.Module], arguments: Arguments,
     fill: float | None,
 ) -> tuple[Recomputable, Tensor | None]:  # fmt: skip
     """Run a call of some layers once, with few numbers that it draws as ``fill`` says."""
-    tensors = tensors_in(given.leaves)
+    tensors = tensors_in(arguments.leaves)
     versions = [version(t) for t in tensors]
     saved: list[ref[Tensor]] = []
     reruns, bytes_made, prints = Reruns(counts=False), ResultBytes(), list[Any]()
 
     def call() -> Any:
-        args, kwargs, entered = RerunArguments(given).enter(given.leaves)
+        args, kwargs, entered = RerunArguments(arguments).enter(arguments.leaves)
         noted, ours = Noted(reruns), {*map(id, entered)}
 
         def pack(t: Tensor) -> Tensor:
-            saved.append(ref(held := t.detach()))
+            saved.append(ref(detached := t.detach()))
             if not is_free(t, ours):
                 noted.add(t)
-            return held
+            return detached
 
         with filling(fill), saved_tensors_hooks(pack, lambda t: t), bytes_made:
             result = forward(*args, **kwargs)
@@ -149,9 +149,9 @@ class Leave(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        found = (None, *ctx.seeds)
+        gradients = (None, *ctx.seeds)
         ctx.seeds.clear()
-        return found
+        return gradients
 
 
 def _shares_casts(outputs: Sequence[Tensor], device: torch.device) -> bool:
@@ -187,14 +187,14 @@ def _computed_names(attributes: object) -> set[str]:
 
 def parts_of(layers: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the modules in some layers, each once. It is faster than torch's ``modules``."""
-    found: dict[int, nn.Module] = {}
+    modules: dict[int, nn.Module] = {}
     pending = [*reversed(layers)]
     while pending:
         part = pending.pop()
-        if id(part) not in found:
-            found[id(part)] = part
+        if id(part) not in modules:
+            modules[id(part)] = part
             pending += [one for one in reversed(part._modules.values()) if one is not None]
-    return [*found.values()]
+    return [*modules.values()]
 
 
 def tensors_of(parts: Sequence[nn.Module]) -> list[Tensor]:
@@ -229,10 +229,10 @@ def architecture_key(parts: Sequence[nn.Module]) -> Hashable:
     def number(value: object) -> int:
         return numbers.setdefault(id(value), len(numbers))
 
-    found = []
+    described = []
     for part in parts:
-        kind, own = type(part), vars(part)
-        if not kind.__module__.startswith("torch.nn.modules."):
+        part_class, own = type(part), vars(part)
+        if not part_class.__module__.startswith("torch.nn.modules."):
             return None
         options = {name: own[name] for name in own.keys() - MODULE_TABLES - {"forward"}}
         simple = all(map(_is_simple, options.values()))
@@ -247,8 +247,8 @@ def architecture_key(parts: Sequence[nn.Module]) -> Hashable:
             for name, t in table.items()
         )
         within = tuple((name, number(child)) for name, child in own["_modules"].items())
-        found.append((kind, number(part), repr(sorted(options.items())), tensors, within))
-    return tuple(found)
+        described.append((part_class, number(part), repr(sorted(options.items())), tensors, within))
+    return tuple(described)
 
 
 def _is_simple(value: object) -> bool:
