@@ -141,8 +141,8 @@ def traces_unreal() -> bool:
 
 def has_no_memory(t: Tensor) -> bool:
     """Return whether a tensor has no memory: it is fake, functional, or on the meta device."""
-    own = isinstance(t, FakeTensor | FunctionalTensor)
-    return t.is_meta or own or bool(torch._is_functional_tensor(t))  # type: ignore[attr-defined]
+    unreal = isinstance(t, FakeTensor | FunctionalTensor)
+    return t.is_meta or unreal or bool(torch._is_functional_tensor(t))  # type: ignore[attr-defined]
 
 
 def is_batched(t: Tensor) -> bool:

@@ -56,13 +56,13 @@ def parse_memory(memory: Memory) -> int | Fraction:
 class MemoryAttribute:
     """An attribute that is a budget, or None. What cannot be read is refused when it is set."""
 
-    def __get__(self, one: object, owner: object = None) -> Any:
-        return self if one is None else vars(one).get("memory")
+    def __get__(self, instance: object, owner: object = None) -> Any:
+        return self if instance is None else vars(instance).get("memory")
 
-    def __set__(self, one: object, memory: Memory | None) -> None:
+    def __set__(self, instance: object, memory: Memory | None) -> None:
         if memory is not None:
             parse_memory(memory)
-        vars(one)["memory"] = memory
+        vars(instance)["memory"] = memory
 
 
 def asks_for_all(memory: Memory | None) -> bool:
@@ -123,11 +123,11 @@ def _parse_text(text: str) -> int | Fraction:
     if unit == "%":
         return _fraction(number / 100, text)
     if unit not in _FACTORS:
-        known = "B, kB, MB, GB, TB, KiB, MiB, GiB, TiB, %"
+        unit_names = "B, kB, MB, GB, TB, KiB, MiB, GiB, TiB, %"
         near = f"{match[1]}{unit.upper()}iB" if unit + "ib" in _FACTORS else None
         maybe = f"did you mean {near!r}? Else " if near else ""
         raise UnitError(
-            f"unknown unit {match[2]!r} in the memory {text!r}: {maybe}use one of {known}"
+            f"unknown unit {match[2]!r} in the memory {text!r}: {maybe}use one of {unit_names}"
         )
     if not unit and number.denominator != 1:
         return _fraction(number, text)

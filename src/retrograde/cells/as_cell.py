@@ -38,7 +38,7 @@ class TorchCell:
     def is_a_layer(self, x: Tensor, state: Sequence[Tensor]) -> bool:
         """Return whether a layer computes the same, of inputs (T, B, I) or (T, I), with something
         to backpropagate."""
-        cell, parts = self.cell, 2 if type(self.cell) is nn.LSTMCell else 1
+        cell, count = self.cell, 2 if type(self.cell) is nn.LSTMCell else 1
         tensors = [x, *state, *cell.parameters()]
         return (
             type(cell) in _LAYERS
@@ -51,7 +51,7 @@ class TorchCell:
             and x.dim() in (2, 3)
             and x.shape[1:-1] != (0,)
             and x.shape[-1] == cell.input_size
-            and [t.shape for t in state] in ([], [(*x.shape[1:-1], cell.hidden_size)] * parts)
+            and [t.shape for t in state] in ([], [(*x.shape[1:-1], cell.hidden_size)] * count)
         )
 
     def entry(self, state: Sequence[Tensor]) -> Any:
@@ -74,9 +74,9 @@ class TorchCell:
 
     def layer(self, empty: BudgetedRNN) -> BudgetedRNN:
         """Return an empty layer over the parameters that the cell has now. They share plans."""
-        own = {f"{name}_l0": p for name, p in self.cell._parameters.items() if p is not None}
+        parameters = {f"{name}_l0": p for name, p in self.cell._parameters.items() if p is not None}
         layer: BudgetedRNN = object.__new__(type(empty))
-        vars(layer).update(vars(empty), _parameters=own)
+        vars(layer).update(vars(empty), _parameters=parameters)
         flat_weights(layer, anew=True)
         return layer
 

@@ -179,8 +179,8 @@ def _open(
     task = _cell(cell, inputs, state, loss, length, take is not None)
     core, stream = cast(StepCore, task.core), task.stream
     if memory is not None:
-        parts = [] if items else [find_referents([inputs])]
-        core, plan = open_plan(core, task.probed, task.state, memory, parts)
+        referents = [] if items else [find_referents([inputs])]
+        core, plan = open_plan(core, task.probed, task.state, memory, referents)
     end = OpenEnd(plan, lambda step: step < len(stream), until)
     if items:
         end.more, end.check = items.take, items.check
@@ -235,17 +235,17 @@ def _module(
     with autocast_as_now(device):
         stream = Stream.of(open_source(inputs, length, device), device, wants_inputs)
         states, state_spec = _module_state(module, stream, state)
-        list_spec = flatten(states, "state")[1]
         kernels = candidates(net, states[0].shape[1])
         lightest = cast(Fused, kernels[0].core)
         if module.mode == "LSTM" and len(kernels) > 1 and weights[0].dtype == torch.float32:
             # A trial must fit the least budget, but oneDNN's LSTM copies its weights.
             lightest = Fused(net, partial(run_held, lightly=True))
         part = RangeLoss(lightest, loss, device)
-        core, probed = examine_loss(part, stream, states, list_spec)
-    parts = [replace(cast(RangeLoss, core.cell), kernel=cast(Fused, one.core)) for one in kernels]
-    cores = [replace(core, cell=part, without_outputs=partial(state_only, part)) for part in parts]
-    several = [one._replace(core=own) for one, own in zip(kernels, cores, strict=True)]
+        core, probed = examine_loss(part, stream, states, flatten(states, "state")[1])
+    part = cast(RangeLoss, core.cell)
+    losses = [replace(part, kernel=cast(Fused, kernel.core)) for kernel in kernels]
+    cores = [replace(core, cell=part, without_outputs=partial(state_only, part)) for part in losses]
+    several = [kernel._replace(core=outer) for kernel, outer in zip(kernels, cores, strict=True)]
     return _Task(several, stream, probed, states, state_spec)
 
 
@@ -299,22 +299,22 @@ def _module_state(module: nn.RNNBase, stream: Stream, state: Any) -> tuple[Tenso
 
 def _fitted(task: _Task, inputs: Any, memory: Memory) -> tuple[Core, Schedule]:
     """Return the core and the schedule for a budget."""
-    source, first = task.stream.source, cast(StepCore, task.cores[0].core)
-    parts = []
+    source, first_core = task.stream.source, cast(StepCore, task.cores[0].core)
+    referents = []
     read: tuple[Any, ...] = (type(source),)
     if isinstance(source, TimeFirst):
         read += tuple(isinstance(t, Tensor) for t in source.leaves)
     else:
-        parts.append(find_referents([inputs]))  # the bytes of reading depend on it
+        referents.append(find_referents([inputs]))  # the bytes of reading depend on it
 
     def find(settled: Settled, state: Tensors) -> tuple[int, Fit]:
         sizes = footprints(task.cores, task.probed, state, memory, first=task.state)
-        sizes = [grown(one, growth(first, settled)) for one in sizes]
+        sizes = [grown(footprint, growth(first_core, settled)) for footprint in sizes]
         return fit_fastest(task.cores, sizes, task.probed, state, memory)
 
     key, context = (repr(memory), len(source)), (task.stream.wanted, read)
     (number, fit), settled = fit_cell(
-        _FITS, first, task.probed, task.state, find, key, context, parts
+        _FITS, first_core, task.probed, task.state, find, key, context, referents
     )
     core = replace(cast(StepCore, task.cores[number].core), settled=settled)
     return core, fit.schedule

@@ -36,26 +36,26 @@ class Outside:
         return _StandIns(stand_ins) if stand_ins else nullcontext()
 
 
-def find_outside(referents: Referents, results: Tensors, mark: int, own: Tensors) -> Outside:
+def find_outside(referents: Referents, results: Tensors, mark: int, passed: Tensors) -> Outside:
     """Find every tensor, besides its arguments, that a step may use and that requires a gradient.
     Module parameters that step 0 did not use are included, since a later step may use them.
-    ``results`` are the results of step 0 and ``own`` its arguments. ``mark`` is autograd's sequence
+    ``results`` are those of step 0 and ``passed`` its arguments. ``mark`` is autograd's sequence
     number before it. Raises CellError if a captured tensor cannot be found from the cell."""
     every = (p for part in referents.parts() for p in part._parameters.values() if p is not None)
     owned: Tensors = [p for p in every if p.requires_grad]
     # torch.func.functional_call replaces parameters by tensors of any kind.
     among = [t for t in (*referents.tensors, *owned) if t.grad_fn is not None]
-    known = {(t.grad_fn, t.output_nr): t for t in among}
-    leaves, older = foreign_tensors(results, mark, known.keys())
-    if older - known.keys():
-        names = ", ".join(sorted(node.name() for node, _ in older - known.keys()))
+    by_edge = {(t.grad_fn, t.output_nr): t for t in among}
+    leaves, older = foreign_tensors(results, mark, by_edge.keys())
+    if older - by_edge.keys():
+        names = ", ".join(sorted(node.name() for node, _ in older - by_edge.keys()))
         raise CellError(
             f"the cell uses a tensor that was computed outside of it (by {names}) and that cannot "
             "be found from the cell: expected it among the cell's closure variables, or as an "
             "attribute of its module; pass it as part of the inputs or of the state"
         )
-    captured = [t for edge, t in known.items() if edge in older]
-    arguments = {id(t) for t in own} - {id(t) for t in (*referents.tensors, *owned)}
+    captured = [t for edge, t in by_edge.items() if edge in older]
+    arguments = {id(t) for t in passed} - {id(t) for t in (*referents.tensors, *owned)}
     direct = [t for t in leaves if id(t) not in arguments]
     nodes: list[Any] = [t.grad_fn for t in captured]
     edges = [edge for node in nodes for edge in node.next_functions if edge[0] is not None]

@@ -152,11 +152,11 @@ def examine(
     step = _Trying(cell, x, input_spec, state, state_spec)
     results, surroundings, mark = try_out(step, made_of, device_of(*state, *inputs))
     core = step.core(results[0])
-    own, (outputs, states, *_) = [*x, *step.leaves], results[0]
-    tensors = [t for one in results for t in (*one[0], *one[1])]
+    arguments, (outputs, states, *_) = [*x, *step.leaves], results[0]
+    tensors = [t for ys, after, *_ in results for t in (*ys, *after)]
     core = replace(
         core,
-        outside=find_outside(surroundings.found, tensors, mark, own),
+        outside=find_outside(surroundings.found, tensors, mark, arguments),
         surroundings=surroundings,
         # Which part of the state each output is.
         aliases=tuple(next((j for j, t in enumerate(states) if t is y), None) for y in outputs),
@@ -182,7 +182,7 @@ def later_state(core: StepCore, inputs: Inputs, state: Tensors) -> Tensors:
     """Return a state of the form that later steps have, to measure them by. Steps are run until no
     further part of the state requires a gradient. If the state has one precision before a step and
     another after it, the larger one is taken (rule 7)."""
-    first: Tensors = state
+    initial: Tensors = state
     if not core.fused:
         with core.surroundings.measured():
             for k in range(min(_MOST_SETTLING, len(inputs))):
@@ -193,7 +193,7 @@ def later_state(core: StepCore, inputs: Inputs, state: Tensors) -> Tensors:
                     break
     if core.first_spec is not None:
         return state
-    pairs = zip(state, first, core.state_like, strict=True)
+    pairs = zip(state, initial, core.state_like, strict=True)
     return [s.to(torch.promote_types(was.dtype, like[1])) for s, was, like in pairs]
 
 
@@ -203,8 +203,8 @@ def largest_first(core: StepCore, inputs: Inputs, state: Tensors, step: int = 0)
     if core.fused or core.per_call > 1 or not isinstance(inputs, InMemory):
         return inputs
     looked = {0, min(step, len(inputs) - 1), len(inputs) // 2, len(inputs) - 1}
-    first = max(sorted(looked), key=lambda k: _operations(core, inputs, state, k))
-    return replace(inputs, first=first)
+    largest = max(sorted(looked), key=lambda k: _operations(core, inputs, state, k))
+    return replace(inputs, first=largest)
 
 
 def _operations(core: StepCore, inputs: Inputs, state: Tensors, step: int) -> int:

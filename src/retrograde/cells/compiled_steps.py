@@ -61,14 +61,14 @@ def compiled_steps(core: StepCore) -> CompiledSteps:
     """Return a core that calls a cell by compiled blocks. Raises CellError if the cell's steps do
     more than compute outputs and a state."""
     around = core.surroundings
-    besides = [one for one in map(besides_forward, around.found.parts()) if one and "hook" in one]
+    hooks = [hook for hook in map(besides_forward, around.found.parts()) if hook and "hook" in hook]
     refused = {
         "draws random numbers": around.sources,
         "changes its buffers or attributes": around.moves or around.changing,
         "writes in place to its state": any(core.copied),
         "captures tensors that were computed from one another, or from a parameter that it uses "
         "too": core.targets is not core.parameters,
-        f"has {', '.join(besides[:1])}": besides,  # a block would miss one that is registered later
+        f"has {', '.join(hooks[:1])}": hooks,  # a block would miss one that is registered later
         "has numbers in its state": core.numbers,
     }
     for does, applies in refused.items():
@@ -80,9 +80,9 @@ def compiled_steps(core: StepCore) -> CompiledSteps:
     cell: Any = core.cell
     key = cell if isinstance(cell, nn.Module) else getattr(cell, "__code__", type(cell))
     block = _BLOCKS.setdefault(key, _Block())
-    known = {field.name: getattr(core, field.name) for field in fields(core)}
-    known["aliases"] = (None,) * len(core.aliases)  # outputs are stacked
-    return CompiledSteps(**known, block=block, single=core)
+    attributes = {field.name: getattr(core, field.name) for field in fields(core)}
+    attributes["aliases"] = (None,) * len(core.aliases)  # outputs are stacked
+    return CompiledSteps(**attributes, block=block, single=core)
 
 
 def _run_block(
@@ -114,8 +114,8 @@ class _Block:
 
     def __call__(self, *arguments: Any) -> tuple[Tensors, Tensors]:
         if self.compiled is None:
-            own = FunctionType(_run_block.__code__.replace(), globals(), _run_block.__name__)
-            self.compiled = torch.compile(own, fullgraph=True)
+            run_block = FunctionType(_run_block.__code__.replace(), globals(), _run_block.__name__)
+            self.compiled = torch.compile(run_block, fullgraph=True)
         try:
             return self.compiled(*arguments)
         except torch._dynamo.exc.FailOnRecompileLimitHit:  # discard all variants and compile again

@@ -150,17 +150,17 @@ def runs_by_loops(cell: GatedCell, x: Sequence[Tensor], state: Tensors) -> bool:
     all tensors in one precision."""
     if type(cell).forward is not GatedCell.forward or besides_forward(cell) is not None:
         return False
-    own, size, samples = cell._weights(), cell.hidden_size, x[0].shape[1] if x[0].dim() == 3 else 0
-    shapes = [(cell.gates * size, n) for n in (cell.input_size, size)]
-    shapes += [(cell.gates * size,), (cell.gates * size,), (cell.units, size)]  # type: ignore[list-item]
-    tensors = [t for t in (*x, *state, *own.values()) if t is not None]
+    weights, size = cell._weights(), cell.hidden_size
+    gates, samples = cell.gates * size, x[0].shape[1] if x[0].dim() == 3 else 0
+    shapes = [(gates, cell.input_size), (gates, size), (gates,), (gates,), (cell.units, size)]
+    tensors = [t for t in (*x, *state, *weights.values()) if t is not None]
     kinds = {(t.dtype, t.device.type, type(t) in (Tensor, nn.Parameter)) for t in tensors}
     if (
         samples < 1
         or x[0].shape[2] != cell.input_size
         or [s.shape for s in state] != [(samples, size)] * cell.states
-        or any(t is not None and t.shape != n for t, n in zip(own.values(), shapes, strict=True))
-        or (own["bias_ih"] is None) != (own["bias_hh"] is None)
+        or any(t.shape != n for t, n in zip(weights.values(), shapes, strict=True) if t is not None)
+        or (weights["bias_ih"] is None) != (weights["bias_hh"] is None)
         or kinds not in ({(torch.float32, "cpu", True)}, {(torch.float64, "cpu", True)})
         or torch.is_autocast_enabled("cpu")
     ):
@@ -173,10 +173,10 @@ def runs_by_loops(cell: GatedCell, x: Sequence[Tensor], state: Tensors) -> bool:
 
 @functools.cache
 def _warn(name: str, reason: str) -> None:
-    known = ", ".join(f"torch.{f.__name__}" for f in FUNCTIONS)
+    functions = ", ".join(f"torch.{f.__name__}" for f in FUNCTIONS)
     warnings.warn(
         f"{name}.step cannot be compiled ({reason}): it runs as any cell does, with the same "
-        f"results up to rounding, and slower; use numbers, + - * / and {known}",
+        f"results up to rounding, and slower; use numbers, + - * / and {functions}",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -93,8 +93,8 @@ class RangeLoss:
 
     def _check(self, summand: Tensor, y: Tensor, mark: int, where: str) -> None:
         """Check rule 5 for the loss only, because the kernel's graph may be long, and is known."""
-        known = y, *(self.parameters or ())
-        if LeafWatch(known, known, mark).foreign([summand]):
+        allowed = y, *(self.parameters or ())
+        if LeafWatch(allowed, allowed, mark).foreign([summand]):
             raise CellError(
                 f"at {where} the loss uses a tensor that requires a gradient and that it did not "
                 "use when it was examined: expected the same parameters at every step; let an "

@@ -70,10 +70,11 @@ def arrivals_of(inputs: Any, length: SupportsIndex | None) -> Arrivals:
 
 
 def open_plan(
-    core: StepCore, inputs: Inputs, states: Tensors, memory: Memory, parts: Sequence[Referents] = ()
-) -> tuple[StepCore, OpenPlan]:
+    core: StepCore, inputs: Inputs, states: Tensors, memory: Memory,
+    referents: Sequence[Referents] = (),
+) -> tuple[StepCore, OpenPlan]:  # fmt: skip
     """Return a cell's core with what earlier calls have settled, and the plan for it in a budget.
-    ``inputs`` are some to measure by. ``parts`` are what their bytes depend on."""
+    ``inputs`` are some to measure by. ``referents`` are what their bytes depend on."""
     bytes_of(memory)
 
     def find(settled: Settled, later: Tensors) -> tuple[Footprint, bool]:
@@ -85,10 +86,8 @@ def open_plan(
         singly = core.records_ranges and not sizes.even  # longer ranges are not known
         return measured(replace(core, singly=True)) if singly else sizes, singly
 
-    context = tuple(inputs.differentiable)
-    (sizes, singly), settled = fit_cell(
-        _SIZES, core, inputs, states, find, repr(memory), context, parts
-    )
+    key = repr(memory), tuple(inputs.differentiable)
+    (sizes, singly), settled = fit_cell(_SIZES, core, inputs, states, find, *key, referents)
     return replace(core, settled=settled, singly=singly), OpenPlan.within(memory, sizes)
 
 
@@ -103,7 +102,7 @@ def unroll_open(
     with autocast_as_now(device_of(*states, *leaves)):
         core = examine(cell, leaves, items.structure, states, state_spec)
     copies = [t.detach().expand(_MEASURED, *t.shape).contiguous() for t in leaves]
-    copies = [t.requires_grad_(own.requires_grad) for t, own in zip(copies, leaves, strict=True)]
+    copies = [t.requires_grad_(leaf.requires_grad) for t, leaf in zip(copies, leaves, strict=True)]
     core, plan = open_plan(core, Straight(_MEASURED, False).read(copies), states, memory)
     core, end = replace(core, ragged=True), OpenEnd(plan, items.take, until, items.check)
     begun = Begun(core, states, [*states, *core.parameters])

@@ -41,11 +41,11 @@ _Results = tuple[list[Tensor | None], list[Tensor | None]]
 def fit_cell(
     fits: CellFits[T], core: StepCore, inputs: Inputs, state: Tensors,
     find: Callable[[Settled, Tensors], T], budget: Hashable, context: Hashable = (),
-    parts: Sequence[Referents] = (),
+    referents: Sequence[Referents] = (),
 ) -> tuple[T, Settled]:  # fmt: skip
     """Return the fit for a cell, and properties that earlier calls have settled. What is not known
     is measured after a rehearsal, and ``find`` fits it by a state that later steps have.
-    ``context`` and ``parts`` are what the bytes depend on besides the cell and a step's tensors."""
+    ``context`` and ``referents`` are what bytes depend on besides a cell and a step's tensors."""
     around = core.surroundings
     moving = tuple(b.nbytes for b in around.buffers), len(around.sources)
     tensors = map(signature, (*inputs[0], *state, *core.parameters))
@@ -58,7 +58,7 @@ def fit_cell(
         planned = 0 if core.per_call > 1 else core.settled.seen
         return measured, Settled(planned=planned, graphless=graphless)
 
-    made_of = [around.found, *parts]
+    made_of = [around.found, *referents]
     return fits.fit(made_of, shapes, budget, step, lambda settled: find(settled, state_later()))
 
 
@@ -131,9 +131,9 @@ def _run(
                     roots, wanted, seeds, allow_unused=True, retain_graph=True
                 )
     by = {id(t): g for t, g in zip(wanted, gradients, strict=False)}
-    known = {id(t) for t in parameters}  # a state may be one
+    parameter_ids = {id(t) for t in parameters}  # a state may be one
     exact = [*(t.detach() for t in (*outputs, *after)), *(by.get(id(t)) for t in x)]
-    exact += [by.get(id(t)) for t in state if id(t) not in known]
+    exact += [by.get(id(t)) for t in state if id(t) not in parameter_ids]
     return exact, [by.get(id(t)) for t in parameters]
 
 

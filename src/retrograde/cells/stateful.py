@@ -75,9 +75,9 @@ class Stateful:
         if not any(map(_with_history, slots)):
             return whole
         results: list[Any] = []
-        first = whole.first(arguments[1])
+        initial = whole.first(arguments[1])
         leaves = pytree.tree_map_only(
-            Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), first
+            Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), initial
         )
         try_out(lambda: results.append(whole(arguments[0], leaves)), [step, *modules], device)
         read = _read(pytree.tree_leaves(results), whole._parted(leaves)[0])
@@ -90,10 +90,10 @@ class Stateful:
         return self._joined([s.initial if s.settled else None for s in self.slots], state)
 
     def __call__(self, x: Any, state: Any) -> tuple[Any, Any]:
-        own, rest = self._parted(state)
+        values, rest = self._parted(state)
         before = [slot.read() for slot in self.slots]
         try:
-            for slot, value in zip(self.slots, own, strict=True):
+            for slot, value in zip(self.slots, values, strict=True):
                 slot.write(slot.initial if value is None else value)
             y, rest = (self.step(x), None) if self.alone else as_pair(self.step(x, rest))
             after = [slot.read() for slot in self.slots]
@@ -104,16 +104,16 @@ class Stateful:
 
     def leave(self, state: Any) -> Any:
         """Set the modules to the state after the last step; return the step's own state."""
-        own, rest = self._parted(state)
-        for slot, value in zip(self.slots, own, strict=True):
+        values, rest = self._parted(state)
+        for slot, value in zip(self.slots, values, strict=True):
             slot.write(value)
         return rest
 
-    def _joined(self, own: list[Any], rest: Any) -> Any:
+    def _joined(self, values: list[Any], rest: Any) -> Any:
         """Return one state, as simple as possible, since every step takes it apart."""
         if not self.alone:
-            return tuple(own), rest
-        return own[0] if len(own) == 1 else tuple(own)
+            return tuple(values), rest
+        return values[0] if len(values) == 1 else tuple(values)
 
     def _parted(self, state: Any) -> tuple[Any, Any]:
         if not self.alone:
@@ -147,11 +147,11 @@ def _read(results: list[Any], slots: Sequence[Any]) -> list[bool]:
     """Return, for each slot, whether the results of a step depend on its value before."""
     roots = [t for t in results if isinstance(t, Tensor) and t.requires_grad]
     leaves = [[t for t in pytree.tree_leaves(s) if isinstance(t, Tensor)] for s in slots]
-    wanted = [t for one in leaves for t in one if t.requires_grad]
+    wanted = [t for tensors in leaves for t in tensors if t.requires_grad]
     seeds = [torch.zeros_like(t) for t in roots]
     gradients = torch.autograd.grad(roots, wanted, seeds, allow_unused=True) if roots else ()
     reached = {id(t) for t, g in zip(wanted, gradients, strict=False) if g is not None}
-    return [any(id(t) in reached for t in one) for one in leaves]
+    return [any(id(t) in reached for t in tensors) for tensors in leaves]
 
 
 def _alike(then: Any, now: Any) -> bool:

@@ -135,8 +135,8 @@ def unroll(
         items = arrivals_of(inputs, length)
         if not stateful:
             return unroll_open(as_cell(cell), items, state, memory, until)
-        one = pytree.tree_map_only(Tensor, lambda t: t[None], items[0])
-        whole = Stateful.of(cell, stateful, one, state)
+        first_step = pytree.tree_map_only(Tensor, lambda t: t[None], items[0])
+        whole = Stateful.of(cell, stateful, first_step, state)
         outputs, last = unroll_open(whole, items, whole.first(state), memory, until)
         return outputs, whole.leave(last)
     if stateful:
@@ -197,16 +197,16 @@ class CellCall:
         if is_unreal(tensors) or (is_transformed(tensors) and usual):
             return self._plainly(cell, state)
         if usual and not self.compile:
-            core, first, after = begin(cell, self.read[0], self.spec, states, state_spec)
+            core, outputs, after = begin(cell, self.read[0], self.spec, states, state_spec)
             if torch.is_grad_enabled():
-                outputs, after = run_ordinary(core, self.whole, after, first)
+                outputs, after = run_ordinary(core, self.whole, after, outputs)
             else:
-                outputs, after = run_without_gradient(core, self.read, after, self.layout, first)
+                outputs, after = run_without_gradient(core, self.read, after, self.layout, outputs)
         else:
             if self.asked:
                 refuse_transforms(tensors, self.asked)
-            if (own := self._layer(cell, state)) is not None:
-                y, after = own[0](self.tensors[0], own[1])
+            if (layer := self._layer(cell, state)) is not None:
+                y, after = layer[0](self.tensors[0], layer[1])
                 return [y], LEAF, cast(TorchCell, cell).left(after)
             loops = self._fit_loops(cell, state)
             if loops is not None:
@@ -241,8 +241,8 @@ class CellCall:
                 least = refusal.minimum_bytes
             runs: Any = layer and (layer[0], self.tensors[0], layer[1])
             if loops is not None:
-                fit, layers, first, _ = loops
-                tensors = *self.tensors, *first, *layers.parameters
+                fit, layers, initial, _ = loops
+                tensors = *self.tensors, *initial, *layers.parameters
                 wanted = [t for t in tensors if t.requires_grad]
                 runs = partial(time_iterations, partial(self._by_loops, *loops[:3]), wanted)
             elif layer is not None:
@@ -302,8 +302,8 @@ class CellCall:
         fitted = _GATED.get(key, partial(self._unless_steps, fit, cell, state), [type(cell)])
         if fitted is None:
             return None
-        (length, samples), (plan, known) = self.tensors[0].shape[:2], fitted
-        return known, HeldLayers(net_of(cell), Rows(length), samples, plan), states, spec
+        (length, samples), (plan, loop_fit) = self.tensors[0].shape[:2], fitted
+        return loop_fit, HeldLayers(net_of(cell), Rows(length), samples, plan), states, spec
 
     def _layer(self, cell: Cell, state: Any) -> tuple[BudgetedRNN, Any, int] | None:
         """Return the layer that runs one of torch's cells within a budget, its first state, and the
@@ -342,7 +342,7 @@ class CellCall:
             try:
                 self.fit(core, states)
             except BudgetError as other:
-                raise min(refused, other, key=lambda one: one.minimum_bytes) from None
+                raise min(refused, other, key=lambda error: error.minimum_bytes) from None
         return None
 
     def _recorded(self, core: StepCore, states: Tensors) -> tuple[Tensors, Tensors]:

@@ -97,7 +97,7 @@ def _lay_out(schedule: Schedule) -> _Grid:
                 layout.backwards.append((row, stop, start))
                 layout.internal += _fields(recorded, start, stop, row)
                 turned = True
-    layout.kept += [(at, first, row) for at, first in stored.items()]
+    layout.kept += [(at, first_row, row) for at, first_row in stored.items()]
     layout.rows = row + 1
     return layout
 
@@ -113,11 +113,11 @@ def _fields(recorded: dict[int, int], start: int, stop: int, row: int) -> list[F
     """Return the fields of internal states start … stop−1, joined where one row recorded them."""
     fields: list[Field] = []
     for step in range(start, stop):
-        first = recorded.pop(step)
-        if fields and fields[-1][1:3] == (step, first):
-            fields[-1] = (fields[-1][0], step + 1, first, row)
+        first_row = recorded.pop(step)
+        if fields and fields[-1][1:3] == (step, first_row):
+            fields[-1] = (fields[-1][0], step + 1, first_row, row)
         else:
-            fields.append((step, step + 1, first, row))
+            fields.append((step, step + 1, first_row, row))
     return fields
 
 

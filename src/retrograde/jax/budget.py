@@ -53,16 +53,16 @@ def fit_scan(recorded: Recorded, length: int, memory: Memory) -> tuple[Fit, Tabl
     Raises BudgetError, which names the least.
     """
     sizes = _footprint(recorded)
-    first = plan = fit(length, memory, sizes)
+    full_fit = plan = fit(length, memory, sizes)
     while not plan.ordinary:
         table = table_of(plan.schedule, again=bool(recorded.step.y))
         buffers = table.slots * sizes.state_bytes + table.tape * bytes_of(recorded.held)
         peak = buffers + sizes.backward(1) + 2 * sizes.state_bytes + sizes.extra_bytes
-        if peak <= first.budget_bytes:
+        if peak <= full_fit.budget_bytes:
             return replace(
-                plan, peak_bytes=peak, budget_bytes=first.budget_bytes, forward_steps=table.steps
+                plan, peak_bytes=peak, budget_bytes=full_fit.budget_bytes, forward_steps=table.steps
             ), table
-        less = plan.budget_bytes - (peak - first.budget_bytes)
+        less = plan.budget_bytes - (peak - full_fit.budget_bytes)
         assert plan.budget_bytes > plan.minimum_bytes, "the least plan fits"
         plan = fit(length, max(less, plan.minimum_bytes), sizes)
     return plan, None

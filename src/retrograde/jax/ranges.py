@@ -99,8 +99,8 @@ class Sweeps:
             tape = self._tape()
             # The tape depends on a gradient here. Otherwise XLA may allocate it while the
             # outputs still take memory.
-            first = [*(g[0] for g in jax.tree.leaves(g_ys)), *jax.tree.leaves(after)]
-            for g in [g for g in first if g.size][:1]:
+            gradients = [*(g[0] for g in jax.tree.leaves(g_ys)), *jax.tree.leaves(after)]
+            for g in [g for g in gradients if g.size][:1]:
                 there = jnp.isnan(g).any()
                 tape = [jnp.where(there, jnp.ones_like(b), b) if is_real(b) else b for b in tape]
         operands = map(some_of, (consts, xs), self.recorded.wanted)
@@ -119,7 +119,7 @@ class Sweeps:
         def run(row: Row, state: _State, recording: bool) -> _State:
             start, stop, load, store, base = row
             # The loop counts recorded steps by their places on the tape.
-            first, ahead = (base, start - base) if recording else (start, 0)
+            loop_start, ahead = (base, start - base) if recording else (start, 0)
 
             def one(n: Any, inner: Any) -> Any:
                 carry, ys, tape = inner
@@ -132,7 +132,7 @@ class Sweeps:
                 return carry, order.write(ys, n + ahead, y[: len(ys)]), tape
 
             carried = _read(state.slots, load), state.ys, state.tape if recording else []
-            carry, ys, tape = order.each(first, first + (stop - start), one, carried)
+            carry, ys, tape = order.each(loop_start, loop_start + (stop - start), one, carried)
             slots = _write(state.slots, store, carry)
             return _State(carry[: len(state.carry)], ys, slots, tape or state.tape, state.totals)
 
@@ -181,9 +181,9 @@ class Sweeps:
         return [zeros(h, self.table.tape) for h in self.recorded.held]
 
     def _follow(
-        self, first: int, stop: int, kinds: Mapping[Kind, Perform], state: _State
+        self, first_row: int, stop: int, kinds: Mapping[Kind, Perform], state: _State
     ) -> _State:
-        """Carry out the rows first … stop − 1."""
+        """Carry out the rows first_row … stop − 1."""
         table_rows = jnp.asarray(self.table.rows)
 
         def rows_of(kind: Kind, now: Any) -> Any:
@@ -195,12 +195,12 @@ class Sweeps:
             )
 
         def body(now: object) -> Any:
-            for kind in np.unique(self.table.rows[first:stop, 0]):
+            for kind in np.unique(self.table.rows[first_row:stop, 0]):
                 now = rows_of(Kind(kind), now)
             return now
 
         final: _State
-        final = lax.while_loop(lambda now: now[0] < stop, body, (jnp.int32(first), state))[1]
+        final = lax.while_loop(lambda now: now[0] < stop, body, (jnp.int32(first_row), state))[1]
         return final
 
 

@@ -119,9 +119,9 @@ def fit(f: Callable[..., Any], init: object, xs: object = None, length: int | No
     fits: list[Fit] = []
 
     def ask(init: object, xs: object) -> None:
-        one = jax.tree.map(lambda x: x[0], xs)
-        step, carry, _ = trace_step(f, init, one)
-        operands = step.consts, carry, jax.tree.leaves(one)
+        first_input = jax.tree.map(lambda x: x[0], xs)
+        step, carry, _ = trace_step(f, init, first_input)
+        operands = step.consts, carry, jax.tree.leaves(first_input)
         wanted = ([*map(is_real, operands[i])] for i in (0, 2))
         fits.append(fit_scan(Recorded.of(step, operands, *wanted), count, memory)[0])
 
@@ -163,10 +163,10 @@ class _Scan:
         _, pull, (after, ys) = jax.vjp(run, *operands, has_aux=True)
         return (after, ys), Partial(back, pull)
 
-    def _forward(self, *parts: Any) -> Any:
+    def _forward(self, *primals: Any) -> Any:
         """Return the results, and a function from cotangents to gradients, by the schedule."""
-        wanted = [[p.perturbed and is_real(p.value) for p in part] for part in parts]
-        consts, init, xs = operands = [[p.value for p in part] for part in parts]
+        wanted = [[p.perturbed and is_real(p.value) for p in part] for part in primals]
+        consts, init, xs = operands = [[p.value for p in part] for part in primals]
         one_step = consts, init, [x[0] for x in xs]
         recorded = Recorded.of(self.step, one_step, wanted[0], wanted[2])
         table = self.asked.table(recorded, self.order.length)
@@ -190,8 +190,8 @@ class _Scan:
             closed, like = jax.make_jaxpr(pull, return_shape=True)(*arguments)
             tree = jax.tree.structure(like)
 
-            def pull(*parts: Any) -> Any:
-                leaves = jaxpr_as_fun(closed)(*jax.tree.leaves(parts))
+            def pull(*inputs: Any) -> Any:
+                leaves = jaxpr_as_fun(closed)(*jax.tree.leaves(inputs))
                 return jax.tree.unflatten(tree, leaves)
 
         return (after, ys), Partial(pull, consts, xs, holding, init)

@@ -28,8 +28,8 @@ def zeros(like: Any, count: int | None = None) -> Array:
     array_type = jax.typeof(like) if isinstance(like, Array) else like
     stacked, spec = () if count is None else (count,), array_type.sharding.spec
     placed = array_type.sharding.update(spec=(*[None] * len(stacked), *spec))
-    own = placed if any(spec) else None  # of a mesh with explicit axes
-    array = jnp.zeros((*stacked, *array_type.shape), array_type.dtype, out_sharding=own)
+    sharding = placed if any(spec) else None  # of a mesh with explicit axes
+    array = jnp.zeros((*stacked, *array_type.shape), array_type.dtype, out_sharding=sharding)
     axes = tuple(sorted(array_type.manual_axis_type.varying))  # of a mesh, inside ``shard_map``
     return lax.pcast(array, axes, to="varying") if axes else array
 
@@ -165,27 +165,27 @@ class Recorded:
         jaxpr, n, m = closed.jaxpr, len(operands[0]), len(operands[1])
         same = _same(jaxpr, n)
         stored: dict[str, list[Any]] = {"held": [], "fixed": []}
-        known = {v: ("consts", i) for i, v in enumerate(jaxpr.invars[:n])}
-        known |= {v: ("x", i) for i, v in enumerate(jaxpr.invars[n + m :])}
-        first = m + len(step.y)
+        places = {v: ("consts", i) for i, v in enumerate(jaxpr.invars[:n])}
+        places |= {v: ("x", i) for i, v in enumerate(jaxpr.invars[n + m :])}
+        first_residual = m + len(step.y)
         sources = []
-        for out in jaxpr.outvars[first:]:
+        for out in jaxpr.outvars[first_residual:]:
             group = "fixed" if isinstance(out, Literal) or out in same else "held"
             place = group, len(stored[group])
             if not isinstance(out, Literal):
-                place = known.setdefault(out, place)
+                place = places.setdefault(out, place)
             if place == (group, len(stored[group])):
                 stored[group].append(out)
             sources.append(place)
         held, fixed = stored.values()
-        whole = jaxpr.replace(outvars=[*jaxpr.outvars[:first], *held])
+        whole = jaxpr.replace(outvars=[*jaxpr.outvars[:first_residual], *held])
         alone = jaxpr.replace(
             invars=jaxpr.invars[:n],
             outvars=fixed,
             eqns=[eqn for eqn in jaxpr.eqns if same.issuperset(eqn.outvars)],
         )
-        after, y = closed.out_avals[:m], closed.out_avals[m:first]
-        back = jax.make_jaxpr(pull)(closed.out_avals[first:], real_of(after), real_of(y))
+        after, y = closed.out_avals[:m], closed.out_avals[m:first_residual]
+        back = jax.make_jaxpr(pull)(closed.out_avals[first_residual:], real_of(after), real_of(y))
         return cls(
             step,
             (wanted_consts, wanted_x),

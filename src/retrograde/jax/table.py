@@ -140,9 +140,9 @@ class _Filler:
         if self.forward < 0:
             self.forward = len(self.rows)
         while self.recorded and self.recorded[-1][0] >= start:
-            first, stop, for_loads = self.recorded.pop()
-            self.height -= stop - first
-            self.rows.append((Kind.TAPE, first, stop, 0, 0, self.height))
+            first_step, stop, for_loads = self.recorded.pop()
+            self.height -= stop - first_step
+            self.rows.append((Kind.TAPE, first_step, stop, 0, 0, self.height))
             if for_loads:
                 self.free.append(self.at.pop(stop))
 

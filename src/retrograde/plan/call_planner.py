@@ -104,11 +104,11 @@ class _Moves:
             base = new_bytes if way.keeps_input else 0
             taken = base + after(call, way)
             runs = i + 1 < k or outer or not way.dropped
-            first = waits + new_bytes + way.first_bytes if runs else 0
+            first_peak = waits + new_bytes + way.first_bytes if runs else 0
             behind = -taken  # of the last call
             if i + 1 < k:
                 behind = self.least[int(way.keeps_output), self.cell(i + 1, k)]
-            yield at, taken, max(first, base + way.backward_bytes, taken + behind)
+            yield at, taken, max(first_peak, base + way.backward_bytes, taken + behind)
 
     def groups(self, i: int, k: int, is_held: int) -> tuple[_Ints, _Ints, int, NDArray[np.float64]]:
         """Return the ends of groups that begin with call i, what they hold, what they take more
@@ -118,8 +118,8 @@ class _Moves:
         waits = 0 if outer else self.calls[k - 1].gradient_bytes
         base, more = self.calls[i].group_bytes(is_held)
         taken = base + (self.noted[js] - self.noted[i]) * outer
-        own = self.cell(i, js)
-        inside = more + np.maximum(waits + self.runs[own], self.least[1, own])
+        cells = self.cell(i, js)
+        inside = more + np.maximum(waits + self.runs[cells], self.least[1, cells])
         return js, taken, more, taken + np.maximum(inside, self.least[0, self.cell(js, k)])
 
 

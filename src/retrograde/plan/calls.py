@@ -97,10 +97,10 @@ def one_after_the_other(
     calls: list[CallSizes] = []
     for number, row in enumerate(rows):
         outputs = [(rows[r][-1].gradient_bytes, waits[r]) for r in range(number)]
-        ahead = sum(size for size, one in outputs if number < one.first_run_after)
-        back = sum(int(size * one.slack) for size, one in outputs if number < one[1])
-        own = [call.first_beside(ahead).held_back(back) for call in row]
-        calls += [replace(own[0], starts_row=bool(calls)), *own[1:]]
+        ahead = sum(size for size, wait in outputs if number < wait.first_run_after)
+        back = sum(int(size * wait.slack) for size, wait in outputs if number < wait[1])
+        row_calls = [call.first_beside(ahead).held_back(back) for call in row]
+        calls += [replace(row_calls[0], starts_row=bool(calls)), *row_calls[1:]]
         last = calls[-1].held_back(int(row[-1].gradient_bytes * (waits[number].slack - 1)))
         ways = (replace(w, held_bytes=after(last, w), keeps_output=False) for w in last.ways)
         calls[-1] = replace(last, output_bytes=0, ways=tuple(ways))

@@ -117,12 +117,12 @@ def _calls_of(chain: Chain) -> tuple[list[CallSizes], int]:
     calls = []
     for k, seconds in enumerate(chain.forward_seconds):
         waits = gradient[k + 1] if k + 1 < len(chain) else 0
-        first, forward = (part[k] + state[k + 1] for part in (recording, running))
+        record, forward = (part[k] + state[k + 1] for part in (recording, running))
         after = tape[k] + state[k + 1] * chain.keeps_output[k]
         backward = after + gradient[k + 1] + gradient[k] + back[k]
         flags = chain.keeps_input[k], chain.keeps_output[k]
-        recorded = Way(tape[k], tape[k] + first, backward, 0.0, seconds, *flags)
-        again = max(backward, tape[k] + first + waits)
+        recorded = Way(tape[k], tape[k] + record, backward, 0.0, seconds, *flags)
+        again = max(backward, tape[k] + record + waits)
         passed = Way(0, forward, again, seconds, seconds, dropped=True)
         calls.append(
             CallSizes(

@@ -46,8 +46,8 @@ class _Sizes:
     def __init__(self, footprint: Footprint) -> None:
         self.footprint, once = footprint, lru_cache(2**14)
         self.held, core = once(footprint.held), footprint.core_bytes
-        known = [(steps, core(steps)) for steps, _ in footprint.backward.points]
-        self.core = once(lambda n: max([core(n), *(size for steps, size in known if steps < n)]))
+        measured = [(steps, core(steps)) for steps, _ in footprint.backward.points]
+        self.core = once(lambda n: max([core(n), *(size for steps, size in measured if steps < n)]))
         self.beside_core = footprint.overhead_bytes(1) - core(1)
 
     def overhead(self, steps: int) -> int:
@@ -142,20 +142,20 @@ def _fastest(length: int, blocks: Sequence[int], budget: int, sizes: _Sizes) -> 
     chosen plan is written out."""
     footprint = sizes.footprint
     divided = {steps: _divided(length, steps, budget, sizes) for steps in blocks}
-    least = {steps: _least_time(one, footprint) for steps, one in divided.items()}
+    least = {steps: _least_time(division, footprint) for steps, division in divided.items()}
     best = (math.inf, 0)
     for steps in sorted(blocks, key=lambda steps: (least[steps], steps)):
         if least[steps] > best[0]:
             break
-        parts, one = Segments(), divided[steps]
-        root, forward_steps, advances = one.plan(parts)
-        spent = forward_steps, advances, one.count
+        segments, division = Segments(), divided[steps]
+        root, forward_steps, advances = division.plan(segments)
+        spent = forward_steps, advances, division.count
         time = footprint.time(length, *spent)
         if (time, steps) < best:
-            best, chosen = (time, steps), (one, parts, root, spent)
-    one, parts, root, spent = chosen
-    schedule = one.schedule(parts, root, _units(footprint))
-    return _describe(schedule, one.steps, one.chunk, spent, budget, footprint)
+            best, chosen = (time, steps), (division, segments, root, spent)
+    division, segments, root, spent = chosen
+    schedule = division.schedule(segments, root, _units(footprint))
+    return _describe(schedule, division.steps, division.chunk, spent, budget, footprint)
 
 
 def _divided(length: int, steps: int, budget: int, sizes: _Sizes) -> Blocks:

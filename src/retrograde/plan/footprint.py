@@ -52,7 +52,7 @@ class Highest:
     def of(cls, points: Mapping[int, Sequence[int]]) -> "Highest":
         """Make curves through measured values: several values for each number of steps."""
         columns = zip(*points.values(), strict=True)
-        return cls(tuple(Curve(tuple(zip(points, one, strict=True))) for one in columns))
+        return cls(tuple(Curve(tuple(zip(points, column, strict=True))) for column in columns))
 
     def __call__(self, steps: int) -> int:
         return max(curve(steps) for curve in self.curves)

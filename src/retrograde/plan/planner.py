@@ -127,13 +127,15 @@ def plan(
     slots = integer("memory", memory)
     if policy in ("msm", "best"):
         return best_schedule(steps, slots, units_of(alpha, beta), policy)
-    parts = Segments()
+    segments = Segments()
     if policy == "hsm":
-        root, bound, units = hsm_segments(steps, slots, parts), hsm_cost(steps, slots), Units()
+        root, bound, units = hsm_segments(steps, slots, segments), hsm_cost(steps, slots), Units()
     else:
-        root = Mixed(slots - 1, 1, wide=True).schedule(steps, parts)
+        root = Mixed(slots - 1, 1, wide=True).schedule(steps, segments)
         bound, units = ism_cost(steps, slots), _ISM
-    return parts.schedule(root, length=steps, policy=policy, memory=slots, units=units, bound=bound)
+    return segments.schedule(
+        root, length=steps, policy=policy, memory=slots, units=units, bound=bound
+    )
 
 
 @overload
@@ -181,20 +183,19 @@ def cost(
     check_policy(policy, alpha=alpha, beta=beta, has_memory=memory is not None)
     if memory is None:
         return integers("length", length).copy() if np.ndim(length) else integer("length", length)
-    one = _one_cost(policy, alpha, beta)
+    cost_of = _one_cost(policy, alpha, beta)
     if np.ndim(length) == 0 and np.ndim(memory) == 0:
-        return one(integer("length", length), integer("memory", memory))
+        return cost_of(integer("length", length), integer("memory", memory))
     lengths, memories = integers("length", length), integers("memory", memory)
     levels = np.unique(memories).tolist()
     lengths, memories = np.broadcast_arrays(lengths, memories)
     if lengths.size and int(lengths.max()) > _LONGEST_AT_ONCE:
-        return _costs_one_by_one(lengths, memories, one)
+        return _costs_one_by_one(lengths, memories, cost_of)
     costs = np.empty(lengths.shape, np.int64)
     for slots in levels:
-        form = _form(policy, slots, alpha, beta)
-        if form is None:
+        if (form := _form(policy, slots, alpha, beta)) is None:
             tabled = tabled_costs(lengths, memories, units_of(alpha, beta), policy)
-            return _costs_one_by_one(lengths, memories, one) if tabled is None else tabled
+            return _costs_one_by_one(lengths, memories, cost_of) if tabled is None else tabled
         where = memories == slots if len(levels) > 1 else ...
         costs[where] = form.costs(lengths[where])
     return costs
@@ -219,10 +220,9 @@ def _one_cost(policy: str, alpha: int | None, beta: int | None) -> Callable[[int
 
 
 def _costs_one_by_one(
-    lengths: NDArray[np.int64], memories: NDArray[np.int64], one: Callable[[int, int], int]
+    lengths: NDArray[np.int64], memories: NDArray[np.int64], cost_of: Callable[[int, int], int]
 ) -> NDArray[np.int64]:
-    pairs = zip(lengths.ravel().tolist(), memories.ravel().tolist(), strict=True)
-    costs = [one(t, m) for t, m in pairs]
+    costs = [*map(cost_of, lengths.ravel().tolist(), memories.ravel().tolist())]
     if max(costs) >= 2**63:
         raise ScheduleError(
             f"a cost in the array is {max(costs)}: expected less than 2**63, for 64-bit integers; "

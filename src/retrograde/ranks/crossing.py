@@ -125,8 +125,8 @@ class Crossing:
 def cross(call: Crossing) -> tuple[Tensor, State | None]:
     """Run this rank's steps in the caller's graph; return their outputs, and the last rank's state.
     RankError where another rank does not answer."""
-    own = [p for p in call.rnn.parameters() if p.requires_grad]
-    outputs, *state = _Node.apply(call, call.x, *call.state, *own)  # type: ignore[no-untyped-call]
+    parameters = [p for p in call.rnn.parameters() if p.requires_grad]
+    outputs, *state = _Node.apply(call, call.x, *call.state, *parameters)  # type: ignore[no-untyped-call]
     return outputs, tuple(state) or None
 
 
@@ -135,15 +135,15 @@ class _Node(torch.autograd.Function):
     def forward(ctx: Any, call: Crossing, x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         count = len(call.state)
-        state, own = rest[:count], list(rest[count:])
+        state, parameters = rest[:count], list(rest[count:])
         with call.peers.a_pass():
             pieces = call.run(x, state)
-        ctx.call, ctx.own, ctx.pieces = call, own, pieces
+        ctx.call, ctx.own, ctx.pieces = call, parameters, pieces
         outputs = _concatenated((piece.hand_over() for piece in pieces), call.dim)
         if not call.peers.last:
             return (outputs,)
         ends = zip(*(piece.after for piece in pieces), strict=True)
-        return outputs, *(_concatenated((s.detach() for s in parts), 1) for parts in ends)
+        return outputs, *(_concatenated((s.detach() for s in tensors), 1) for tensors in ends)
 
     @staticmethod
     @once_differentiable
@@ -159,13 +159,13 @@ class _Node(torch.autograd.Function):
             totals = back.go()
         inputs = [g for g in back.inputs if g is not None]
         x = _concatenated(inputs, call.dim) if inputs else None
-        state = [_concatenated(parts, 1) for parts in zip(*back.begun, strict=True)]
+        state = [_concatenated(gradients, 1) for gradients in zip(*back.begun, strict=True)]
         return None, x, *state[: len(call.state)], *totals
 
 
-def _concatenated(parts: Iterable[Tensor], dim: int) -> Tensor:
-    parts = list(parts)
-    return torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+def _concatenated(tensors: Iterable[Tensor], dim: int) -> Tensor:
+    tensors = list(tensors)
+    return torch.cat(tensors, dim) if len(tensors) > 1 else tensors[0]
 
 
 @dataclass
@@ -212,8 +212,8 @@ class _Back:
         self.begun: list[State] = []
         alike = way()
         pairs = zip(self.own, self.totals, strict=True)
-        parts = [torch.zeros_like(p) if g is None else g for p, g in pairs]
-        *sums, differ = self.peers.add_up([*parts, parts[0].new_tensor([float(not alike)])])
+        filled = [torch.zeros_like(p) if g is None else g for p, g in pairs]
+        *sums, differ = self.peers.add_up([*filled, filled[0].new_tensor([float(not alike)])])
         return sums, bool(differ)
 
     def _by_line(self) -> bool:
@@ -242,8 +242,8 @@ class _Back:
         reached = scan(self._rows(), peers)
         assert reached is not None
         scanned = reached.squeeze(1)
-        parts = zip(self.call.cut(scanned, 0), self.pieces, strict=True)
-        swept = self._sweep([unflat(part, piece.before) for part, piece in parts])
+        pairs = zip(self.call.cut(scanned, 0), self.pieces, strict=True)
+        swept = self._sweep([unflat(part, piece.before) for part, piece in pairs])
         if peers.rank:
             peers.send(swept, peers.rank - 1)
         alike = agree(scanned, peers.receive(scanned, peers.rank + 1))
@@ -275,7 +275,7 @@ class _Back:
     def _rows(self) -> Tensor:
         """Return what this rank's steps do to any gradient; the first rank's is not read."""
         states = zip(*(piece.before for piece in self.pieces), strict=True)
-        before = tuple(_concatenated(parts, 1) for parts in states)
+        before = tuple(_concatenated(tensors, 1) for tensors in states)
         if not self.peers.rank:
             return flat(before).unsqueeze(1)
         x, dy = self.call.x, self.dy

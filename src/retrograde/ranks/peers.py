@@ -114,16 +114,16 @@ class Peers:
             self._checked(sent.wait)
         self._sent.clear()
 
-    def add_up(self, parts: list[Tensor]) -> list[Tensor]:
+    def add_up(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return sums over the ranks, by one message, the same bits on each."""
-        if self.size == 1 or not parts:
-            return parts
+        if self.size == 1 or not tensors:
+            return tensors
         group = self.group
-        flat = torch.cat([part.reshape(-1) for part in parts])
+        flat = torch.cat([t.reshape(-1) for t in tensors])
         there = flat.to(self._device)
         self._checked(lambda: distributed.all_reduce(there, group=group))
-        sums = there.to(flat.device).split([part.numel() for part in parts])
-        return [total.view_as(part) for total, part in zip(sums, parts, strict=True)]
+        sums = there.to(flat.device).split([t.numel() for t in tensors])
+        return [total.view_as(t) for total, t in zip(sums, tensors, strict=True)]
 
     def _checked(self, call: Callable[[], T], other: int | None = None) -> T:
         """Make a call of torch's that involves another rank, or all of them (None)."""

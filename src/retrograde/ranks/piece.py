@@ -32,23 +32,23 @@ class Piece:
         return outputs.detach()
 
     def back(
-        self, dy: Gradient, ends: State, own: Sequence[Tensor], *, keep: bool = False
+        self, dy: Gradient, ends: State, parameters: Sequence[Tensor], *, keep: bool = False
     ) -> tuple[Gradient, State, Sequence[Gradient]]:
         """Return the gradients of the inputs, of the state before, and of some parameters.
 
         Args:
             dy: the gradient of the outputs, or None for zero.
             ends: the gradient of the state after the steps.
-            own: parameters whose gradients are needed.
+            parameters: those whose gradients are needed.
             keep: whether to keep the graph for another pass.
         """
         wanted = [self.x] if self.x.requires_grad else []
         if self.after is self.before:
-            return (torch.zeros_like(self.x) if wanted else None), ends, [None] * len(own)
+            return (torch.zeros_like(self.x) if wanted else None), ends, [None] * len(parameters)
         roots: Any = [*self.after, *([] if dy is None else [self.outputs])]
         seeds = [*ends, *([] if dy is None else [dy])]
-        leaves = [*wanted, *self.before, *own]
-        with muted_hooks(own):  # hooks get the whole gradient, not a piece's
+        leaves = [*wanted, *self.before, *parameters]
+        with muted_hooks(parameters):  # hooks get the whole gradient, not a piece's
             shares = torch.autograd.grad(roots, leaves, seeds, retain_graph=keep, allow_unused=True)
         start, stop = len(wanted), len(wanted) + len(self.before)
         pairs = zip(shares[start:stop], self.before, strict=True)
@@ -63,7 +63,7 @@ def flat(state: State) -> Tensor:
 
 def unflat(vectors: Tensor, like: State) -> State:
     """Return the state, of the shapes of another one, whose vectors are given (B, n)."""
-    parts = vectors.split([s.shape[0] * s.shape[-1] for s in like], 1)
-    pairs = zip(parts, like, strict=True)
+    columns = vectors.split([s.shape[0] * s.shape[-1] for s in like], 1)
+    pairs = zip(columns, like, strict=True)
     states = (p.unflatten(1, (s.shape[0], s.shape[-1])).transpose(0, 1) for p, s in pairs)
     return tuple(s.contiguous() for s in states)

@@ -68,11 +68,11 @@ def range_map(
     loss's gradient of the outputs, or None for zero. ``chunks`` run together; by default as many as
     are expected to be fastest.
     """
-    size, parts, samples = layers[0].size, len(state), x.shape[1]
-    n = len(layers) * parts * size
+    size, per_unit, samples = layers[0].size, len(state), x.shape[1]
+    n = len(layers) * per_unit * size
     if not samples:
         return x.new_zeros(0, n + 1, n)
-    per_step = sum(w.hidden.shape[0] + (parts + 1) * size for w in layers) * samples * x.itemsize
+    per_step = sum(w.hidden.shape[0] + (per_unit + 1) * size for w in layers) * samples * x.itemsize
     whole: Tensor | None = None
     for block, losses in _blocks(layers, x, state, dy, max(1, _BLOCK_BYTES // per_step)):
         length = len(block[0].gates)
@@ -81,7 +81,7 @@ def range_map(
         for product in _products(layers, block, losses, min(count, length)):
             whole = product if whole is None else joined(product, whole)
     assert whole is not None
-    order = torch.arange(n, device=x.device).view(len(layers), parts, size)
+    order = torch.arange(n, device=x.device).view(len(layers), per_unit, size)
     order = order.transpose(0, 1).flatten()
     return whole[:, torch.cat([order, order.new_tensor([n])])][..., order]
 
@@ -100,8 +100,8 @@ def _blocks(
             h, c = before[k][0], before[k][1] if len(state) > 1 else None
             after, before[k] = run(weights, y, before[k], kept)
             states = torch.cat([h.unsqueeze(0), after[:-1]])
-            known = None if kept is None else kept.gates
-            by_layer.append(slopes(weights, y, states, after, c, use.gates, known))
+            kept_gates = None if kept is None else kept.gates
+            by_layer.append(slopes(weights, y, states, after, c, use.gates, kept_gates))
             y = after
         yield by_layer, None if dy is None else dy[steps]
 

@@ -141,12 +141,12 @@ class TimeSharded(nn.Module):
             if other.trouble:
                 raise RankError(f"rank {rank} cannot run: {other.trouble}") from cause
         for rank, other in enumerate(heard[1:], 1):
-            for name, first in heard[0].alike.items():
+            for name, expected in heard[0].alike.items():
                 theirs = other.alike.get(name)
-                if first != theirs:
+                if expected != theirs:
                     raise RankError(
-                        f"the ranks do not agree: {name} is {theirs} on rank {rank} and {first} on "
-                        "rank 0; expected the same on every rank"
+                        f"the ranks do not agree: {name} is {theirs} on rank {rank} and {expected} "
+                        "on rank 0; expected the same on every rank"
                     )
         self._compared = True
         assert call is not None
@@ -224,11 +224,11 @@ class TimeSharded(nn.Module):
         Raises:
             RankError: another rank has ended, failed or did not answer.
         """
-        own = [p for p in module.parameters() if p.requires_grad]
-        parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in own]
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         with self._peers.a_pass():
-            sums = self._peers.add_up(parts)
-        for p, total in zip(own, sums, strict=True):
+            sums = self._peers.add_up(gradients)
+        for p, total in zip(parameters, sums, strict=True):
             p.grad = total
 
     def extra_repr(self) -> str:

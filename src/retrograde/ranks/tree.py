@@ -58,12 +58,12 @@ def scan(steps: Tensor, peers: Peers) -> Tensor | None:
     for d in reversed(range(levels)):
         for half, last in pairs(end, d):
             if index == last:
-                first = firsts.pop(d)
+                product = firsts.pop(d)
                 if reached is None:  # the block begins with the last rank
-                    reached = first
+                    reached = product
                 else:
                     peers.send(reached, end - half)
-                    reached = joined(reached, first)
+                    reached = joined(reached, product)
             elif index == half and half >= 2**d:
                 reached = peers.receive(matrix[:, :1], end - last)
     peers.flush()

@@ -53,9 +53,9 @@ class LayerBackward:
         if chunk is not None and on_cpu:  # a GPU would have to be waited for
             self.chunk = safe_chunk(hidden, chunk)
         self.batch = batch
-        one, self.in_place, form = self.use.backward, means == "in place", weights.form
+        kernel, self.in_place, form = self.use.backward, means == "in place", weights.form
         loops = chunk is None and (means == "loops" or form.step is not None)
-        self.in_one_loop = loops and one is not None and one.pays(form, batch, weights.size)
+        self.in_one_loop = loops and kernel is not None and kernel.pays(form, batch, weights.size)
         self.loops: Backward | None = None
         self.samples = -1
         few = LAID_ROWS * (means != "in place" and not tight)
@@ -69,9 +69,9 @@ class LayerBackward:
         (L, n, I). The block's kept gates are overwritten."""
         if self.in_one_loop:
             return self._in_one_loop(block, dy, g, dx)
-        weights, known = self.weights, None if block.kept is None else block.kept.gates
+        weights, kept_gates = self.weights, None if block.kept is None else block.kept.gates
         c, anew = block.c if block.kept is None else block.kept.cells[0], block.resets
-        arguments = weights, block.x, block.before, block.after, c, self.use.gates, known
+        arguments = weights, block.x, block.before, block.after, c, self.use.gates, kept_gates
         steps = slopes(*arguments, anew)
         if self.chunk is not None:
             losses = None if dy is None else _laid(dy, g)

@@ -202,8 +202,8 @@ class BudgetedRNN(nn.RNNBase):
 
     def extra_repr(self) -> str:
         """Return torch's own text, and the options that are set."""
-        own = ((name, getattr(self, name)) for name in self._options() if name != "schedule")
-        more = [f"{k}={format_bytes(v) if isinstance(v, int) else repr(v)}" for k, v in own]
+        options = ((name, getattr(self, name)) for name in self._options() if name != "schedule")
+        more = [f"{k}={format_bytes(v) if isinstance(v, int) else repr(v)}" for k, v in options]
         return ", ".join([super().extra_repr(), *more])
 
     def __prepare_scriptable__(self) -> nn.Module:
@@ -326,8 +326,8 @@ class BudgetedRNN(nn.RNNBase):
 
     def _check_arguments(self, x: Tensor, state: State, sizes: Tensor | None) -> None:
         """Check shapes as torch does, and that all tensors have one device and one dtype."""
-        first = flat_weights(self)[0]
-        device, dtype = first.device, first.dtype
+        weight = flat_weights(self)[0]
+        device, dtype = weight.device, weight.dtype
         for name, t in (("the input", x), *(("the initial state", s) for s in state)):
             if t.device != device:
                 raise InputError(

@@ -233,6 +233,6 @@ def stacked(layer: Layer, count: int, vendor: Sequence[Curve | None] = ()) -> tu
     """Return ``count`` layers above one another in one recurrence, given the lowest of them."""
     upper = replace(layer, width=layer.size, needs_x=True, straight=True, lowest=False)
     return tuple(
-        replace(upper if k else layer, top=k == count - 1, vendor=own)
-        for k, own in zip(range(count), vendor or [None] * count, strict=True)
+        replace(upper if k else layer, top=k == count - 1, vendor=curve)
+        for k, curve in zip(range(count), vendor or [None] * count, strict=True)
     )

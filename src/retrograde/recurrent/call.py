@@ -99,7 +99,7 @@ class Call:
         """Return the initial state of every recurrence."""
         if not self.is_stack:
             return [list(self.state)]
-        return [list(parts) for parts in zip(*(s.split(2) for s in self.state), strict=True)]
+        return [list(tensors) for tensors in zip(*(s.split(2) for s in self.state), strict=True)]
 
     def anew(self, number: int) -> SequenceResets | None:
         """Return where samples begin anew in the recurrence with this number."""
@@ -144,7 +144,7 @@ class Call:
             finals.append(final)
         if len(finals) == 1:
             return x, tuple(finals[0])
-        return x, tuple(torch.cat(parts) for parts in zip(*finals, strict=True))
+        return x, tuple(torch.cat(tensors) for tensors in zip(*finals, strict=True))
 
     def _run(
         self, runner: Kernel | HeldPlan | None, schedule: Schedule, net: Layers, x: Tensor,

@@ -145,8 +145,8 @@ class LayerPass:
         starts = core.rows_of(core.resets.starts[self.track], span)[..., 0]
         entries = core.resets.entries
         into = entries if core.to_entries is None else core.to_entries
-        own = self.place, slice(span.samples)
-        return Resets(self.turned(starts).contiguous(), entries[own], into[own])
+        samples = self.place, slice(span.samples)
+        return Resets(self.turned(starts).contiguous(), entries[samples], into[samples])
 
     def given(self, span: Span) -> Tensor:
         """Return the layer's inputs for a span (L, n, I), in the order of the track."""
@@ -170,10 +170,10 @@ class LayerPass:
     def _below(self, layer: int, span: Span) -> Tensor:
         """Return the outputs of a layer that is not the top one (L, n, H)."""
         core, steps = self.core, (self.tape.start, span.start, span.stop)
-        first, a, b = (
+        origin, a, b = (
             t * core.batch if core.sizes is None else core.rows.offsets[t] for t in steps
         )
-        return self.tape.below[layer][a - first : b - first].view(len(span), span.samples, -1)
+        return self.tape.below[layer][a - origin : b - origin].view(len(span), span.samples, -1)
 
     def _keeps(self, span: Span) -> bool:
         """Return whether the gates of a span are kept. They are kept for the last steps of each
@@ -208,9 +208,9 @@ class HeldLayers(Core):
         self.surroundings = Surroundings(weight.device)
         self.form, self.size, self.count = form_of(net.mode), weight.shape[1], net.count
         self.real = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        parts = [Weights.of(one.mode, [w.detach() for w in one.weights]) for one in net.parts]
+        layers = [Weights.of(part.mode, [w.detach() for w in part.weights]) for part in net.parts]
         #: The layers of each track.
-        self.tracks = [[part] for part in parts] if net.both else [parts]
+        self.tracks = [[layer] for layer in layers] if net.both else [layers]
         loops: Backend = "loops"
         self.backward_by = plan.backward_by or (loops,) * self.count
         use = kernels(weight.device.type, weight.dtype, self.size)
@@ -247,7 +247,7 @@ class HeldLayers(Core):
         layers, after = self._passes(inputs, tape), tape.state_after
         top, emits = layers[-1], emit not in (None, discard)
         follows = emit is None and self.count == 1 and self.follows
-        runs = [LayerForward(self.forward, one.weights, self.block) for one in layers]
+        runs = [LayerForward(self.forward, layer.weights, self.block) for layer in layers]
         for a, b in pairwise([start, *stops]):
             if follows:
                 for span in self.spans(0, a, b):
@@ -256,11 +256,11 @@ class HeldLayers(Core):
                 most = min(run.rows for run in runs)
                 for span in cut(a, b, most, self.batch, self.sizes):
                     y = layers[0].given(span)
-                    for one, run in zip(layers, runs, strict=True):
-                        x = y = self.dropped(y, one.layer, span) if one.layer else y
-                        direct = one is top and emits
+                    for k, (layer, run) in enumerate(zip(layers, runs, strict=True)):
+                        x = y = self.dropped(y, k, span) if k else y
+                        direct = layer is top and emits
                         y = top.outputs(span) if direct else x.new_empty(*x.shape[:-1], self.size)
-                        run(x, one.state(span), y, None, one.resets(span))
+                        run(x, layer.state(span), y, None, layer.resets(span))
             states.append(after if b == stops[-1] else [s.clone() for s in after])
         return states
 
@@ -271,8 +271,8 @@ class HeldLayers(Core):
     ) -> Tape:
         tape = self._tape(inputs, start, stop, state)
         for track in range(len(self.tracks)):
-            for one in self._passes(inputs, tape, track):
-                one.record(emit)
+            for layer in self._passes(inputs, tape, track):
+                layer.record(emit)
         return tape
 
     def _tape(self, inputs: Inputs, start: int, stop: int, state: Tensors) -> _LayerTape:
@@ -294,18 +294,18 @@ class HeldLayers(Core):
         if self.resets is not None:
             self.to_entries = torch.zeros_like(self.resets.entries)
         for number in range(len(self.tracks)):
-            own = slice(number * self.count, (number + 1) * self.count)
-            self._backpropagate(tape, gradients, number, g[own])
+            layers = slice(number * self.count, (number + 1) * self.count)
+            self._backpropagate(tape, gradients, number, g[layers])
         dtype = tape.first[0].dtype
-        parts = g.tensor_split([self.size], -1)[: len(ends)]
-        gradients.states = [part.to(dtype).contiguous() for part in parts]
+        before = g.tensor_split([self.size], -1)[: len(ends)]
+        gradients.states = [t.to(dtype).contiguous() for t in before]
         if self.resets is not None and self.to_entries is not None:
             totals = {id(t): g for t, g in zip(self.parameters, gradients.parameters, strict=True)}
-            parts = self.to_entries.split(self.size, -1)
-            for t, part in zip(self.resets.state, parts, strict=True):
+            entries = self.to_entries.split(self.size, -1)
+            for t, entry in zip(self.resets.state, entries, strict=True):
                 total = totals.get(id(t))
                 if total is not None:
-                    total += part
+                    total += entry
             self.to_entries = None
 
     def _backpropagate(self, tape: _LayerTape, gradients: Gradients, track: int, g: Tensor) -> None:
@@ -336,8 +336,8 @@ class HeldLayers(Core):
                 dx = self.dropped(lowest.turned(dx), 0, span)
                 _ = into.add_(dx) if track else into.copy_(dx)
             dx = dy = None  # before the next ones are made
-        for one in backs:
-            one.finish()
+        for back in backs:
+            back.finish()
         tape.below.clear()
 
     def spans(self, number: int, start: int, stop: int) -> list[Span]:
@@ -382,13 +382,13 @@ class HeldLayers(Core):
     def _totals(self, number: int, parameters: list[Tensor | None]) -> list[dict[str, Tensor]]:
         """Return, for each layer, the sums of its weights' gradients by name. A frozen weight gets
         a sum of its own, which is discarded."""
-        known = {id(w): t for w, t in zip(self.parameters, parameters, strict=True)}
+        by_weight = {id(w): t for w, t in zip(self.parameters, parameters, strict=True)}
         by_layer = []
-        parts = self.net.parts[number * self.count :]
-        for weights, part in zip(self.tracks[number], parts, strict=False):
+        layers = self.net.parts[number * self.count :]
+        for weights, layer in zip(self.tracks[number], layers, strict=False):
             totals = {}
-            for (name, w), weight in zip(weights.tensors().items(), part.weights, strict=True):
-                total = known.get(id(weight))
+            for (name, w), weight in zip(weights.tensors().items(), layer.weights, strict=True):
+                total = by_weight.get(id(weight))
                 totals[name] = torch.zeros_like(w, dtype=self.real) if total is None else total
             by_layer.append(totals)
         return by_layer

@@ -60,8 +60,8 @@ class Dropout:
         else:
             sizes = sizes.to(x.device)
             step = steps.repeat_interleave(sizes)
-            first = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
-            sample = torch.arange(len(first), device=x.device) - first
+            first_rows = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+            sample = torch.arange(len(first_rows), device=x.device) - first_rows
         seeds = _mixed(self._seed(number) + _GAMMA * (step + self.place.step))
         seeds = _mixed(seeds + _GAMMA * (sample + self.place.sample))
         return _Drop.apply(x, seeds, self.p)  # type: ignore[no-any-return, no-untyped-call]
@@ -105,8 +105,8 @@ def _dropped(x: Tensor, seeds: Tensor, p: float) -> Tensor:
     columns = torch.arange(width, dtype=torch.int32, device=x.device) * _SPREAD
     words = seeds.view(torch.int32).view(-1, 2, 1)
     few = max(1, _ELEMENTS.get(x.device.type, _ELEMENTS["cuda"]) // width)
-    parts = (t.split(few) for t in (words, x.reshape(-1, width), out.view(-1, width)))
-    for word, values, kept in zip(*parts, strict=True):
+    chunks = (t.split(few) for t in (words, x.reshape(-1, width), out.view(-1, width)))
+    for word, values, kept in zip(*chunks, strict=True):
         v = word[:, 0] + columns
         v = v.bitwise_xor_(_shifted(v, 16, 32)).mul_(_SHORT_1).add_(word[:, 1])
         v = v.bitwise_xor_(_shifted(v, 15, 32)).mul_(_SHORT_2)

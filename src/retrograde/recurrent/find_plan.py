@@ -75,7 +75,7 @@ def fit_held(call: Call, memory: Memory | None) -> Plan:
 
 def _held_planner(call: Call, ordinary: Ordinary, memory: Memory | None) -> Planner:
     nets, x = call.nets(call.weights), call.x
-    first = nets[0]
+    recurrence = nets[0]
     by: Backend = "loops" if x.device.type == "cpu" else "torch"
     count, copied = call.module.num_layers, 0
     vendor: Sequence[Curve | None] = [None] * count
@@ -88,30 +88,30 @@ def _held_planner(call: Call, ordinary: Ordinary, memory: Memory | None) -> Plan
         copied = sum(w.nbytes for w in turned) + (_TURNING * x.itemsize if turned else 0)
     frozen = (sum(w.numel() for w in net.weights if not w.requires_grad) for net in nets)
     lowest = Layer(
-        kind=first.mode,
+        kind=recurrence.mode,
         batch=call.batch,
         width=x.shape[-1],
         size=call.module.hidden_size,
-        tracks=2 if first.both else 1,
+        tracks=2 if recurrence.both else 1,
         item=x.element_size(),
         threads=torch.get_num_threads(),
         needs_x=x.requires_grad,
         straight=x.is_contiguous(),
         packed=call.sizes is not None,
-        views=not (first.both or call.sizes is not None or call.resets),
-        drops=call.has_dropout and not first.both,
+        views=not (recurrence.both or call.sizes is not None or call.resets),
+        drops=call.has_dropout and not recurrence.both,
         at_once=sums_at_once(call.length, call.batch),
         forward_by=by,
         backward_by=by,
     )
     layers = stacked(lowest, count, vendor)
-    if first.both:
+    if recurrence.both:
         upper = replace(lowest, width=2 * lowest.size, needs_x=True, straight=True)
         upper = replace(upper, first=call.has_dropout)
         layers = tuple(replace(upper if k else lowest, vendor=own) for k, own in enumerate(vendor))
     return Planner(
         layers=layers,
-        most=held_plan(first, call.length, call.batch).block,
+        most=held_plan(recurrence, call.length, call.batch).block,
         extra=_extra_bytes(call),
         copied=copied + max(4, x.itemsize) * max(frozen),
         gradient_copy=ordinary.gradient_copy,
@@ -124,8 +124,8 @@ def _of_layers(call: Call, find: Callable[[Weights, Tensors], Any]) -> list[Any]
     """Return what is found of each layer, given its weights and a state."""
     by_layer = []
     for net in call.nets(call.weights):
-        for one in net.parts[: net.count]:
-            weights = Weights.of(net.mode, [w.detach() for w in laid_out(one).weights])
+        for layer in net.parts[: net.count]:
+            weights = Weights.of(net.mode, [w.detach() for w in laid_out(layer).weights])
             state = [call.x.new_zeros(call.batch, weights.size) for _ in call.state]
             by_layer.append(find(weights, state))
     return by_layer
@@ -147,8 +147,8 @@ def _fit_ranges(call: Call, memory: Memory) -> Plan:
     call.check_measurable()
     ordinary, length = _ordinary(call, memory), call.length
     usual = Curve(((length, ordinary(length, len(call.x))),))
-    core, read, start, known = _ranges_of(call, memory, usual)
-    size = replace(known[0], ordinary=usual, gradient_copy=ordinary.gradient_copy)
+    core, read, start, cached = _ranges_of(call, memory, usual)
+    size = replace(cached[0], ordinary=usual, gradient_copy=ordinary.gradient_copy)
     whole, least = size.whole_bytes(length), size.minimum_bytes()
     budget = whole if asks_for_all(memory) else as_bytes(memory, size.ordinary_bytes(length))
     if not size.scheduled and whole <= max(budget, least) and not ordinary.is_certain(length):
@@ -162,8 +162,8 @@ def _fit_ranges(call: Call, memory: Memory) -> Plan:
         try:
             return _fit_whole(call, memory)
         except BudgetError as other:
-            raise min(refused, other, key=lambda one: one.minimum_bytes) from None
-    known[:] = [size]  # with the lengths that were measured now
+            raise min(refused, other, key=lambda error: error.minimum_bytes) from None
+    cached[:] = [size]  # with the lengths that were measured now
     least = min(size.least_bytes(length), fit.minimum_bytes)
     parts = () if fit.ordinary else ((core.kernel, fit.schedule),)
     return Plan(parts, replace(fit, minimum_bytes=least))
@@ -186,25 +186,25 @@ def _ranges_of(
     net = laid_out(net, apart=dropout is not None)
     scans = call.module.backward == "scan" and has_slopes(net)
     kernel: Kernel = partial(run_held, scans=True) if scans else run_torch
-    one = candidate(net, call.batch, kernel, dropout)
+    core, costs = candidate(net, call.batch, kernel, dropout)
     read = Rows(call.length, packed, numbered=dropout is not None).read([x])
     start = [s.detach() for s in state]
 
     def find() -> list[Footprint]:
-        size = footprint(one.core, read, start, ordinary=usual, memory=memory)
+        size = footprint(core, read, start, ordinary=usual, memory=memory)
         size = replace(size, scheduled=call.has_dropout, extra_bytes=size.extra_bytes + extra)
-        return [replace(size, **one.costs)]
+        return [replace(size, **costs)]
 
     alike = "ranges", *(w.requires_grad for w in net.weights)
-    return cast(Fused, one.core), read, start, _known(call, memory, alike, find)
+    return cast(Fused, core), read, start, _known(call, memory, alike, find)
 
 
 def _fit_whole(call: Call, memory: Memory) -> Plan:
     """Return the plan of torch's own module; raises BudgetError."""
-    known = _ordinary(call, memory)
-    ordinary = known(call.length, len(call.x))
-    usual = ordinary + known.gradient_copy * call.length + _extra_bytes(call) + _mask_bytes(call)
-    if not known.is_certain(call.length):
+    estimate = _ordinary(call, memory)
+    ordinary = estimate(call.length, len(call.x))
+    usual = ordinary + estimate.gradient_copy * call.length + _extra_bytes(call) + _mask_bytes(call)
+    if not estimate.is_certain(call.length):
         usual = max(usual, measure_whole(call))
     budget = max(as_bytes(memory, ordinary), usual if asks_for_all(memory) else 0)
     if budget < usual:

@@ -84,8 +84,8 @@ class LayerForward:
             cells = None
             if kept is not None:
                 gates, cells = kept.gates[part], kept.cells[part]
-            own = None if resets is None else resets.at(part)
-            self.forward(x[part].contiguous(), tuple(state), y[part], gates, cells, own)
+            part_resets = None if resets is None else resets.at(part)
+            self.forward(x[part].contiguous(), tuple(state), y[part], gates, cells, part_resets)
 
 
 @torch.no_grad()

@@ -135,8 +135,8 @@ class Planner:
         must be ``certain``, there are no others."""
         batch = self.layers[0].batch
         longest = steps = max(1, min(self.most // batch, lengths.length))
-        curves = [dict(one.vendor.points) for one in self.layers if one.vendor is not None]
-        counts = {n for n in (curves[0] if curves else ()) if all(n in one for one in curves)}
+        curves = [dict(layer.vendor.points) for layer in self.layers if layer.vendor is not None]
+        counts = {n for n in (curves[0] if curves else ()) if all(n in curve for curve in curves)}
         while steps > 1 and not (certain and curves):
             counts.add(steps)
             steps = steps * 2 // 3
@@ -213,12 +213,11 @@ class Planner:
         recomputed. Then the ranges themselves are planned."""
         timed: list[tuple[float, HeldPlan, Footprint]] = []
         for means in self._means:
-            for block in blocks:
-                plan = replace(means, block=block)
+            for plan in (replace(means, block=block) for block in blocks):
                 sizes = self._footprint(plan, lengths, told["ordinary_bytes"])
                 if sizes.minimum_bytes() <= budget:
                     timed.append((self._time_in_ranges(lengths, plan, budget, sizes), plan, sizes))
-        _, plan, sizes = min(timed, key=lambda one: one[0])
+        _, plan, sizes = min(timed, key=lambda choice: choice[0])
         fits = fit(lengths.length, budget, sizes)
         return plan, replace(fits, minimum_bytes=told["minimum_bytes"])
 
@@ -235,13 +234,14 @@ class Planner:
     def _unequal(self, lengths: Sequences, plan: HeldPlan, budget: int) -> HeldPlan | None:
         """Return the plan with the longest spans that fit beside the marks before them, or None."""
         layers, batch = self._run_by(plan)[0], self.layers[0].batch
-        mark, most = sum(one.mark(1) for one in layers), plan.block // batch
+        mark, most = sum(layer.mark(1) for layer in layers), plan.block // batch
         if self._both or lengths.offsets is not None or plan.forward_by == "torch":
             return None
 
         @cache
         def takes(n: int, first: bool) -> int:
-            return max(one.span(n * batch, kept=False, tight=True, first=first) for one in layers)
+            ways = {"kept": False, "tight": True, "first": first}
+            return max(layer.span(n * batch, **ways) for layer in layers)
 
         room = takes(most, True) + budget - self.peak(lengths, replace(plan, steps=(most,)))
         steps, left = list[int](), lengths.length
@@ -267,7 +267,7 @@ class Planner:
         range has several spans, the gates of most are computed again."""
         lstm, length, best = self.layers[0].form.keeps, lengths.length, inf
         steps = span = max(1, plan.block // self.layers[0].batch)
-        weights = sum(4 * one.size * (one.size + one.width) for one in self.layers)
+        weights = sum(4 * layer.size * (layer.size + layer.width) for layer in self.layers)
         while (room := budget - sizes.overhead_bytes(min(steps, length))) >= 0:
             ranges = -(-length // steps)
             runs = int(hsm_cost(ranges, 1 + room // sizes.state_bytes))
@@ -321,7 +321,8 @@ class Planner:
         keeps the gates of its top layer. A longer range recomputes them in its backward pass."""
         (layers,) = self._run_by(plan)
         length, block, top = lengths.length, plan.block, layers[-1]
-        state, step = sum(one.state for one in layers), sum(one.below(one.batch) for one in layers)
+        state = sum(layer.state for layer in layers)
+        step = sum(layer.below(layer.batch) for layer in layers)
         most = max(1, block // top.batch)
 
         def held(steps: int) -> int:
@@ -329,22 +330,21 @@ class Planner:
 
         def without(steps: int) -> int:
             spans = 1 if steps <= most else steps // most + 1
-            return step * steps + sum(one.mark(spans) for one in layers) + state
+            return step * steps + sum(layer.mark(spans) for layer in layers) + state
 
         def record(steps: int) -> int:
             return max(without(steps) + forward, held(steps) + keeping)
 
-        later = max(one.span(block, kept=False) for one in layers) - top.gates(block)
-        work = max(*(one.span(block, kept=True) for one in layers), later)
-        work += sum(one.fixed(block) for one in layers)
+        later = max(layer.span(block, kept=False) for layer in layers) - top.gates(block)
+        work = max(*(layer.span(block, kept=True) for layer in layers), later)
+        work += sum(layer.fixed(block) for layer in layers)
         along, pass_rows = top.along(block), top.pass_rows(block)
         forward, keeping = (
-            max(along, *(one.forward(block, n) for one in layers)) for n in (pass_rows, 0)
+            max(along, *(layer.forward(block, n) for layer in layers)) for n in (pass_rows, 0)
         )
-        advance = sum(one.advance(pass_rows) for one in layers)
+        advance = state + sum(layer.advance(pass_rows) for layer in layers)
         if len(layers) == 1:
-            advance = max(advance, along + top.gates(block))
-        advance += state
+            advance = max(advance, state + along + top.gates(block))
         points = sorted({n for n in (1, 2, most, most + 1, length) if n <= length})
         return Footprint(
             state_bytes=state,
@@ -379,39 +379,39 @@ class Planner:
         peak while gates are kept, and a later one. Gates are kept until the backward pass has
         passed their spans."""
         nets, both = self._run_by(plan), self._both
-        layers = [one for net in nets for one in net]
+        layers = [layer for net in nets for layer in net]
         most = threads = lengths.largest(plan.block)
         spans = 1 + (len(plan.steps) or lengths.spans(plan.block))  # one begins with kept gates
-        lasting = sum(one.mark(spans) + one.below(lengths.rows) + 2 * one.state for one in layers)
-        lasting += self._between(lengths) + self.extra + self.copied
+        always = self.extra + sum(layer.mark(spans) + layer.below(lengths.rows) for layer in layers)
+        always += 2 * sum(layer.state for layer in layers) + self._between(lengths) + self.copied
         if lengths.offsets is not None:  # with fewer sequences a thread may have more rows
             threads = max(most, min(plan.block, _THREAD_ROWS))
-            lasting += lasting // 64 + _THREAD_ROWS * layers[0].item
+            always += always // 64 + _THREAD_ROWS * layers[0].item
 
         @cache
         def backward(rows: int, **of: bool) -> int:
-            spans = [max(one.span(rows, **of) for one in net) for net in nets]
-            fixed = [sum(one.fixed(threads) for one in net) for net in nets]
+            spans = [max(layer.span(rows, **of) for layer in net) for net in nets]
+            fixed = [sum(layer.fixed(threads) for layer in net) for net in nets]
             return max(map(int.__add__, spans, fixed))
 
-        forward = max(one.forward(most, one.pass_rows(most)) for one in layers)
+        forward = max(layer.forward(most, layer.pass_rows(most)) for layer in layers)
         if plan.steps:  # when a span goes back, the marks of later ones are free
-            mark, batch = sum(one.mark(1) for one in layers), layers[0].batch
+            mark, batch = sum(layer.mark(1) for layer in layers), layers[0].batch
             tight = partial(backward, kept=False, tight=True)
             free = {(n, k == 2): (spans - k) * mark for k, n in enumerate(plan.steps, 2)}
             each = (tight(n * batch, first=f) - more for (n, f), more in free.items())
-            first = later = max(forward, *each)
+            early = later = max(forward, *each)
         else:
             alone = not both and len(layers) == 1  # no forward pass runs while its gates are kept
-            first = max(layers[0].forward(most, 0) if alone else forward, backward(most, kept=True))
+            early = max(layers[0].forward(most, 0) if alone else forward, backward(most, kept=True))
             later = max(forward, backward(most, kept=False))
 
         def peak(kept: int) -> int:
             last = lengths.last(kept, both)
-            *lower, top = (sum(one.gates(last) for one in net) for net in nets)
+            *lower, top = (sum(layer.gates(last) for layer in net) for net in nets)
             # The gates of another track, or of a lower layer, wait while others are backpropagated.
             waiting = sum(lower) + (ceil(top / 2) if both else 0)
-            after = later if kept < lengths.length else first
-            return lasting + max(sum(lower) + top + first, waiting + after)
+            after = later if kept < lengths.length else early
+            return always + max(sum(lower) + top + early, waiting + after)
 
         return peak

@@ -33,8 +33,8 @@ class SequenceResets:
 
     def divided(self) -> list["SequenceResets"]:
         """Return the same for each layer of two directions, as a recurrence of its own."""
-        parts = zip(*(s.split(2) for s in self.state), strict=True)
-        return [SequenceResets(self.starts, [*own]) for own in parts]
+        states = zip(*(s.split(2) for s in self.state), strict=True)
+        return [SequenceResets(self.starts, [*tensors]) for tensors in states]
 
 
 def read_starts(reset: Any, input: Any, batch_first: bool, both: bool) -> Tensors:

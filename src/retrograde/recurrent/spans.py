@@ -55,10 +55,10 @@ def cut(
         changes = (t for t in range(start + 1, stop) if sizes[t] != sizes[t - 1])
         bounds = [start, *changes, stop]
     spans = []
-    for first, last in pairwise(bounds):
-        count = samples if sizes is None else sizes[first]
+    for begin, end in pairwise(bounds):
+        count = samples if sizes is None else sizes[begin]
         steps = max(1, block // max(1, count))
-        spans += [Span(a, min(a + steps, last), count) for a in range(first, last, steps)]
+        spans += [Span(a, min(a + steps, end), count) for a in range(begin, end, steps)]
     return spans
 
 

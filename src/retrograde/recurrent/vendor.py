@@ -93,10 +93,10 @@ def _chained(
 ) -> tuple[Tensor, Tensors]:
     """Run several calls, each of which starts from the state where the one before ended."""
     outputs: Tensors = []
-    parts = x.split(MOST_STEPS) if sizes is None else sizes.split(MOST_STEPS)
-    inputs = parts if sizes is None else x.split([int(part.sum()) for part in parts])
-    for own, part in zip(inputs, parts, strict=True):
-        y, state = run_alive(run_torch, net, own, state, None if sizes is None else part)
+    chunks = x.split(MOST_STEPS) if sizes is None else sizes.split(MOST_STEPS)
+    inputs = chunks if sizes is None else x.split([int(chunk.sum()) for chunk in chunks])
+    for x_chunk, chunk in zip(inputs, chunks, strict=True):
+        y, state = run_alive(run_torch, net, x_chunk, state, None if sizes is None else chunk)
         outputs.append(y)
     return torch.cat(outputs), state
 
@@ -123,10 +123,10 @@ def one_by_one(
     for k in range(net.count):
         if masks is not None:
             x = masks(x, k, steps, sizes)
-        own = [s[k * ways : (k + 1) * ways] for s in state]
-        x, after = run(net[k], x, own, sizes)
+        layer_state = [s[k * ways : (k + 1) * ways] for s in state]
+        x, after = run(net[k], x, layer_state, sizes)
         afters.append(after)
-    return x, [torch.cat(parts) for parts in zip(*afters, strict=True)]
+    return x, [torch.cat(tensors) for tensors in zip(*afters, strict=True)]
 
 
 def laid_out(net: Layers, *, apart: bool = False) -> Layers:
@@ -136,8 +136,8 @@ def laid_out(net: Layers, *, apart: bool = False) -> Layers:
     if not copied_bytes(net, apart=apart):
         return net
     weights: Tensors = []
-    for one in net.parts if apart else [net]:
-        weights += _Laid.apply(one, *one.weights) if copied_bytes(one) else one.weights  # type: ignore[no-untyped-call]
+    for layers in net.parts if apart else [net]:
+        weights += _Laid.apply(layers, *layers.weights) if copied_bytes(layers) else layers.weights  # type: ignore[no-untyped-call]
     return replace(net, weights=weights)
 
 
@@ -147,8 +147,8 @@ def copied_bytes(net: Layers, *, apart: bool = False) -> int:
         return 0
     if apart and len(net.parts) > 1:
         return sum(map(copied_bytes, net.parts))
-    first, memory = net.weights[0], net.weights[0].untyped_storage()
-    if not cudnn.is_acceptable(first):
+    weight, memory = net.weights[0], net.weights[0].untyped_storage()
+    if not cudnn.is_acceptable(weight):
         return 0
     whole = sum(w.nbytes for w in net.weights)
     alike = all(w.untyped_storage().data_ptr() == memory.data_ptr() for w in net.weights)

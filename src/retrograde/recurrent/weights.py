@@ -45,12 +45,12 @@ def last_weights(module: nn.RNNBase) -> list[Tensor]:
     or a hook of torch's computes requires a gradient where its origin does."""
     weights: list[Tensor] = []
     for name, last in zip(flat_names(module), flat_weights(module), strict=True):
-        own: Any = module._parameters.get(name, vars(module).get(name, last))
+        weight: Any = module._parameters.get(name, vars(module).get(name, last))
         origin = module._parameters.get(f"{name}_orig")  # of spectral_norm, or of pruning
         origins: list[Tensor] = [] if origin is None else [origin]
         if is_parametrized(module, name):
             origins = [*module.parametrizations[name].parameters()]  # type: ignore[index,union-attr]
         if origins:
-            own = own.detach().requires_grad_(any(p.requires_grad for p in origins))
-        weights.append(own)
+            weight = weight.detach().requires_grad_(any(p.requires_grad for p in origins))
+        weights.append(weight)
     return weights

@@ -153,12 +153,12 @@ _waiting: dict[int, list[tuple[Tensor, Tensor, Callable[[], Exception]]]] = {}
 def _compare(task: int) -> None:
     compared = _waiting.pop(task)
     differs = torch.stack([then != now for then, now, _ in compared]).tolist()
-    for (*_, error), one in zip(compared, differs, strict=True):
-        if one:
+    for (*_, error), changed in zip(compared, differs, strict=True):
+        if changed:
             raise error()
 
 
 def fingerprints(tensors: Iterable[Tensor]) -> tuple[Fingerprint, ...]:
     """Return the fingerprints of some tensors, to be compared at once on a CPU."""
     prints = map(fingerprint, tensors)
-    return tuple(int(one) if isinstance(one, Tensor) else one for one in prints)
+    return tuple(int(computed) if isinstance(computed, Tensor) else computed for computed in prints)

@@ -56,8 +56,8 @@ class Referents:
 
     def parts(self) -> list[nn.Module]:
         """Return every module, submodules included, each once."""
-        parts = (part for module in self.modules for part in nn.Module.modules(module))
-        return list({id(part): part for part in parts}.values())
+        modules = (part for module in self.modules for part in nn.Module.modules(module))
+        return list({id(part): part for part in modules}.values())
 
     def changed(self) -> list[str]:
         """Return the names of plain values that are others now; entries of lists have none."""
@@ -67,7 +67,7 @@ class Referents:
         ]
 
 
-def find_referents(parts: Sequence[Any]) -> Referents:
+def find_referents(made_of: Sequence[Any]) -> Referents:
     """Find all that the functions and objects that a call is made of refer to.
 
     Example:
@@ -79,7 +79,7 @@ def find_referents(parts: Sequence[Any]) -> Referents:
         >>> found.modules == [linear], found.tensors[0] is scale
         (True, True)
     """
-    return _Walk(parts).run()
+    return _Walk(made_of).run()
 
 
 class _Walk:
@@ -154,21 +154,21 @@ class _Walk:
         """Add the attributes of an object: those in its slots and in its dict."""
         slots = copyreg._slotnames(type(value))  # type: ignore[attr-defined]
         attributes = {name: getattr(value, name) for name in slots if hasattr(value, name)}
-        own, form = getattr(value, "__dict__", None), type(value).__name__ + ".{}"
-        if isinstance(own, dict):
-            self.found.holders.append((own, form))
+        namespace, form = getattr(value, "__dict__", None), type(value).__name__ + ".{}"
+        if isinstance(namespace, dict):
+            self.found.holders.append((namespace, form))
             tables = MODULE_TABLES if isinstance(value, nn.Module) else ()
-            attributes |= {key: own[key] for key in own if key not in tables}
+            attributes |= {key: namespace[key] for key in namespace if key not in tables}
         self.named(attributes, form, depth)
         self.open.setdefault(type(value), depth)
 
     def module(self, part: nn.Module, depth: int) -> None:
         """Add one module without its submodules."""
-        own, form = vars(part), type(part).__name__ + ".{}"
-        for table in map(own.get, _TABLES):
+        namespace, form = vars(part), type(part).__name__ + ".{}"
+        for table in map(namespace.get, _TABLES):
             if isinstance(table, dict):  # of a scripted module they are wrappers
                 self.found.holders.append((table, form))
-        for hooks in map(own.get, _HOOKS):
+        for hooks in map(namespace.get, _HOOKS):
             self.each([*(hooks or {}).values()], depth)
         self.attributes(part, depth)
 

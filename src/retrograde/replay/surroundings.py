@@ -263,12 +263,12 @@ def try_out(
         if noted.drawn and threading.active_count() > 1:  # another thread may have moved them
             del value  # BUDGET: the graph of one call at a time
             moved, noted = noted.drawn, _Noted(referents, device)
-            with _Seeded() as own:  # type: ignore[no-untyped-call]
+            with _Seeded() as seeded:  # type: ignore[no-untyped-call]
                 value, mark = noted.run(call)
             noted.drawn = {
                 source: end
                 for source, end in noted.drawn.items()
-                if moved.get(source) == end and (own.seen or not source.is_torchs)
+                if moved.get(source) == end and (seeded.seen or not source.is_torchs)
             }
     for owner in noted.owners:
         if owner.written and (owner.mode is None or owner.skipped):

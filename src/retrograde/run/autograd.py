@@ -103,14 +103,14 @@ def finish_schedule(
 
 
 def run_without_gradient(
-    core: Core, inputs: Inputs, state: Tensors, layout: Layout, first: Tensors | None = None
+    core: Core, inputs: Inputs, state: Tensors, layout: Layout, first_outputs: Tensors | None = None
 ) -> tuple[Tensors, Tensors]:
-    """Run a recurrence and keep nothing for a backward pass. ``first`` are the outputs of step 0,
+    """Run a recurrence and keep nothing for a backward pass. ``first_outputs`` are those of step 0,
     if that has run, and then ``state`` is the state after it."""
     outputs = _Outputs(core, layout)
-    if first is not None:
-        outputs.emit(0, 1, first)
-    start = 0 if first is None else 1
+    if first_outputs is not None:
+        outputs.emit(0, 1, first_outputs)
+    start = 0 if first_outputs is None else 1
     if isinstance(core, AutogradCore) and not core.fused:
         for k, x in enumerate(steps_of(inputs, start, len(inputs)), start):
             values, state = core(x, state)
@@ -134,8 +134,8 @@ class _Outputs:
     def emit(self, start: int, stop: int, values: Tensors, *_: Tensors) -> None:
         if not self.tensors:
             self.tensors = self.layout.allocate(values)
-            known = self.core.settled.sweeps_without_graph or not self.core.stepwise
-            self.wanted = [known] * len(values)
+            all_wanted = self.core.settled.sweeps_without_graph or not self.core.stepwise
+            self.wanted = [all_wanted] * len(values)
         if not all(self.wanted):
             pairs = zip(self.wanted, values, strict=True)
             self.wanted = [wanted or y.requires_grad for wanted, y in pairs]

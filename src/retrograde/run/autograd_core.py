@@ -161,18 +161,18 @@ class AutogradCore(Core):
             x = leaves_of(inputs, window(self, start, stop))
             leaves = self.fused or self.per_call > 1  # a compiled block makes leaves of states
             pairs = each_once((lambda t: (as_leaf(t),) * 2) if leaves else entry, state)
-            first, entering = [leaf for leaf, _ in pairs], [s for _, s in pairs]
+            state_leaves, entering = [leaf for leaf, _ in pairs], [s for _, s in pairs]
             del state, pairs  # BUDGET: the states given, of which leaves are in use now
             entries, watch = [_edge(s) for s in entering], None
             if self.watched:
-                watch = LeafWatch([*x, *first, *self.targets], self.targets, mark)
+                watch = LeafWatch([*x, *state_leaves, *self.targets], self.targets, mark)
             if joint:
                 steps = rows_of(inputs, x, stop - start)
                 outputs, after = self._record_steps(steps, entering, start, last, emit, watch)
             else:
-                own = x if self.fused else [t[...] if t.requires_grad else t for t in x]
+                passed = x if self.fused else [t[...] if t.requires_grad else t for t in x]
                 before = operations()
-                outputs, after = self._run_for(emit)(own, entering)
+                outputs, after = self._run_for(emit)(passed, entering)
                 if not self.fused:
                     self.settled.note(start, operations() - before)
                 if emit is not None:
@@ -188,7 +188,7 @@ class AutogradCore(Core):
             inputs=x,
             wanted=[t.requires_grad for t in x],
             passes=[edge is not None for edge in state_edges],
-            state=first,
+            state=state_leaves,
             entries=entries,
             output_edges=output_edges,
             state_edges=state_edges,
@@ -237,8 +237,8 @@ class AutogradCore(Core):
         del seeded  # BUDGET: gradients that go nowhere
         roots, seeds = [edge for edge, _ in entering], [g for _, g in entering]
 
-        known = {id(t) for t in self.targets}
-        state = {id(s): s for s in tape.state if s.requires_grad and id(s) not in known}
+        target_ids = {id(t) for t in self.targets}
+        state = {id(s): s for s in tape.state if s.requires_grad and id(s) not in target_ids}
         leaves = [*(t for t in tape.inputs if t.requires_grad), *state.values()]
         asked = gradients.asked or [True] * len(self.targets)
         wanted = [*leaves, *compress(self.targets, asked)]
@@ -254,8 +254,8 @@ class AutogradCore(Core):
         gradients.states = [
             next(shares) if state.pop(id(s), None) is not None else None for s in tape.state
         ]
-        parts = [next(shares) if is_asked else None for is_asked in asked]
-        _accumulate(gradients.parameters, begun, parts, self.parameters)
+        of_parameters = [next(shares) if is_asked else None for is_asked in asked]
+        _accumulate(gradients.parameters, begun, of_parameters, self.parameters)
 
 
 class _Join(torch.autograd.Function):
@@ -269,8 +269,8 @@ class _Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Gradient, ...]:
-        parts = zip(ctx.real, ctx.gradient, strict=False)  # the last part may go to another range
-        return tuple(g if real else None for real, g in parts)
+        pairs = zip(ctx.real, ctx.gradient, strict=False)  # the last part may go to another range
+        return tuple(g if real else None for real, g in pairs)
 
 
 def _seeded(
@@ -283,12 +283,12 @@ def _seeded(
     joint = not core.fused and steps > 1
     seeded = [*zip(tape.state_edges, gradients.states, strict=True)]
     if tape.start > 0 and any(alias is not None for alias in core.aliases):
-        parts = gradients.of_outputs(tape.start - 1)
-        for alias, part in reversed([*zip(core.aliases, parts, strict=True)]):
+        output_gradients = gradients.of_outputs(tape.start - 1)
+        for alias, part in reversed([*zip(core.aliases, output_gradients, strict=True)]):
             if alias is not None:
                 seeded.append((tape.entries[alias], part))
-    parts = gradients.outputs if core.output_is_total else gradients.of_outputs(index)
-    outputs = [*zip(tape.output_edges, core.aliases, parts, strict=True)]
+    output_gradients = gradients.outputs if core.output_is_total else gradients.of_outputs(index)
+    outputs = [*zip(tape.output_edges, core.aliases, output_gradients, strict=True)]
     for edge, alias, part in reversed(outputs):
         if joint and part is not None and edge is not None:
             node: Any = edge.node
@@ -339,13 +339,13 @@ def _check_known(core: AutogradCore, step: int, foreign: int) -> None:
 
 
 def run_ordinary(
-    core: AutogradCore, inputs: Tensors, state: Tensors, first: Tensors | None = None
+    core: AutogradCore, inputs: Tensors, state: Tensors, first_outputs: Tensors | None = None
 ) -> tuple[Tensors, Tensors]:
     """Run all steps as ordinary autograd records them; return the outputs and the last state.
-    ``first`` are the outputs of step 0, if that has run, and then ``state`` is the one after it."""
+    ``first_outputs`` are those of step 0, if that has run, and then ``state`` is that after it."""
     if core.fused:
         return core(inputs, state)
-    single, outputs = core.per_call == 1, [] if first is None else [first]
+    single, outputs = core.per_call == 1, [] if first_outputs is None else [first_outputs]
     cut = (t.unbind() if single else t.split(core.per_call) for t in inputs)
     for x in islice(zip(*cut, strict=True), len(outputs), None):
         y, state = core(list(x), state)

@@ -54,8 +54,8 @@ def rows_of(inputs: Inputs, leaves: Tensors, steps: int) -> Iterator[Tensors]:
         yield from map(list, zip(*(t.unbind() for t in leaves), strict=True))
         return
     for k in range(0, len(leaves), len(leaves) // steps):
-        own = leaves[k : k + len(leaves) // steps]
-        yield [t[...] if t.requires_grad else t for t in own]
+        row = leaves[k : k + len(leaves) // steps]
+        yield [t[...] if t.requires_grad else t for t in row]
 
 
 @dataclass
@@ -264,8 +264,8 @@ class InBlocks(Layout):
 
     def rows(self, index: Index) -> slice:
         """Return the steps of a block, or of several."""
-        first, stop = (index.start, index.stop) if isinstance(index, slice) else (index, index + 1)
-        return slice(first * self.size, min(stop * self.size, self.length))
+        start, stop = (index.start, index.stop) if isinstance(index, slice) else (index, index + 1)
+        return slice(start * self.size, min(stop * self.size, self.length))
 
     @property
     def calls(self) -> int:
@@ -303,13 +303,13 @@ class OneByOne(Layout):
         n = self.outputs
         if not isinstance(index, slice):
             return [*tensors[index * n : index * n + n]]
-        own = [tensors[j + index.start * n : index.stop * n : n] for j in range(n)]
-        return [None if all(t is None for t in one) else tuple(one) for one in own]
+        columns = [tensors[j + index.start * n : index.stop * n : n] for j in range(n)]
+        return [None if all(t is None for t in column) else tuple(column) for column in columns]
 
     def take(self, totals: Sequence[Gradient], index: Index, shares: Sequence[Gradient]) -> None:
-        first = index.start if isinstance(index, slice) else index
+        start = index.start if isinstance(index, slice) else index
         if self.width:
-            for i, share in enumerate(shares, first * self.width):
+            for i, share in enumerate(shares, start * self.width):
                 cast(list[Gradient], totals)[-1 - i] = share
 
 
@@ -322,8 +322,8 @@ def steps_of(inputs: Inputs, start: int, stop: int) -> Iterator[Tensors]:
     if not isinstance(inputs, InMemory) or inputs.first or not isinstance(inputs.layout, Straight):
         yield from map(inputs.__getitem__, range(start, stop))
         return
-    for first in range(start, stop, ROWS):
-        unbound = (t[first : min(first + ROWS, stop)].unbind() for t in inputs.tensors)
+    for begin in range(start, stop, ROWS):
+        unbound = (t[begin : min(begin + ROWS, stop)].unbind() for t in inputs.tensors)
         yield from map(list, zip(*unbound, strict=True))
 
 

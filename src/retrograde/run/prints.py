@@ -57,6 +57,6 @@ class Prints:
     def _differs(self, call: int) -> RetrogradeError:
         steps = f"step {call}"
         if self.per_call > 1:
-            first = call * self.per_call
-            steps = f"one of the steps {first} … {first + self.per_call - 1}"
+            start = call * self.per_call
+            steps = f"one of the steps {start} … {start + self.per_call - 1}"
         return self.surroundings.differs(f"{steps} of the cell")

@@ -120,8 +120,8 @@ class Steps:
             for shape, dtype, device in self.like
         ]
         for t in range(start, stop):
-            for parts, leaf in zip(whole, self._step(t), strict=True):
-                parts[t - start].copy_(leaf)
+            for stacked, leaf in zip(whole, self._step(t), strict=True):
+                stacked[t - start].copy_(leaf)
         return whole
 
     def _step(self, t: int) -> Tensors:
@@ -137,8 +137,8 @@ class Steps:
 
 
 def _named(structure: Structure, like: Sequence[Like]) -> str:
-    parts = [f"{tuple(shape)} {dtype} on {device}" for shape, dtype, device in like]
-    return f"{structure} of {', '.join(parts) or 'nothing'}"
+    descriptions = [f"{tuple(shape)} {dtype} on {device}" for shape, dtype, device in like]
+    return f"{structure} of {', '.join(descriptions) or 'nothing'}"
 
 
 #: The inputs of all steps. A source has a length, and the ``structure`` of a step's input. For each
@@ -199,17 +199,17 @@ class Stream:
 
     def __getitem__(self, index: int | slice) -> Tensors:
         if isinstance(index, slice):
-            first, stop, _ = index.indices(len(self))
-            steps = stop - first
+            start, stop, _ = index.indices(len(self))
+            steps = stop - start
         else:
-            first, steps = index, 1
+            start, steps = index, 1
         if self.reading is not None:
             self.reading(steps)
         if self.probed is not None:
-            first = max(0, min(self.probed + 1, len(self)) - steps)
+            start = max(0, min(self.probed + 1, len(self)) - steps)
         if not isinstance(index, slice):
-            return [*self.read(index), torch.tensor(first, device="cpu")]
-        return [*self.read(index), torch.arange(first, first + steps, device="cpu")]
+            return [*self.read(index), torch.tensor(start, device="cpu")]
+        return [*self.read(index), torch.arange(start, start + steps, device="cpu")]
 
 
 def steps_told(length: SupportsIndex | None, inputs: Any) -> int:

@@ -150,8 +150,8 @@ class _Streamed(Gradients):
                 self.take(range(index.start, index.stop), unflatten(shares[:-1]))
             else:  # steps recorded together
                 for k in reversed(range(index.start, index.stop)):
-                    own = [None if s is None else s[k - index.start] for s in shares[:-1]]
-                    self.take(k, unflatten(own))
+                    of_step = [None if s is None else s[k - index.start] for s in shares[:-1]]
+                    self.take(k, unflatten(of_step))
         if self.counter is not None:
             self.counter.tick(index.stop - index.start if isinstance(index, slice) else 1)
 

@@ -115,8 +115,8 @@ class OfChain:
     def record(self, start: int, stop: int, *, resting: bool, in_core: bool) -> None:
         chain = self.chain
         for k in range(start, stop):
-            own = self.tapes[k] + self.states[k + 1]
-            self._touch(own + chain.record_transient_bytes[k])
+            layer_bytes = self.tapes[k] + self.states[k + 1]
+            self._touch(layer_bytes + chain.record_transient_bytes[k])
             self.held += self.tapes[k]
             self._refer(k, self.hold)
             self.move(k + 1)

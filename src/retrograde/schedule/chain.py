@@ -157,7 +157,7 @@ class Chain:
         sizes = self.output_bytes, self.internal_bytes, map(max, *transients)
         columns = [
             self.names,
-            *([f"{1e3 * one:.3g} ms" for one in column] for column in seconds),
+            *([f"{1e3 * duration:.3g} ms" for duration in column] for column in seconds),
             *(map(format_bytes, column) for column in sizes),
         ]
         head = "layer", "forward", "backward", "output", "internal", "transient"

@@ -9,14 +9,14 @@ from retrograde.errors import ScheduleError
 _VERSION = 1
 
 
-def write(name: str, parts: Mapping[str, Any]) -> str:
+def write(name: str, entries: Mapping[str, Any]) -> str:
     """Return compact JSON of a ``"schedule"`` or a ``"chain"``."""
-    document = {"format": f"retrograde-{name}", "version": _VERSION, **parts}
+    document = {"format": f"retrograde-{name}", "version": _VERSION, **entries}
     return json.dumps(document, separators=(",", ":"))
 
 
 def read(name: str, text: str, keys: Iterable[str], optional: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the parts that :func:`write` wrote. ScheduleError says what is malformed."""
+    """Return the entries that :func:`write` wrote. ScheduleError says what is malformed."""
     try:
         document = json.loads(text)
     except (TypeError, ValueError) as error:

@@ -170,7 +170,7 @@ class Schedule:
             Store(at=0)
         """
         units = self.units
-        parts = {
+        entries = {
             "length": self.length,
             "policy": self.policy,
             "memory": self.memory,
@@ -180,31 +180,31 @@ class Schedule:
             **({} if self.bound is None else {"bound": self.bound}),
             "actions": " ".join(to_word(*code) for code in self.codes()),
         }
-        return write("schedule", parts)
+        return write("schedule", entries)
 
     @staticmethod
     def from_json(text: str) -> "Schedule":
         """Read what :meth:`to_json` wrote, without a replay; ScheduleError says where it is
         malformed."""
-        parts = read("schedule", text, _KEYS, ["bound"])
+        entries = read("schedule", text, _KEYS, ["bound"])
 
         def need(name: str, is_right: bool, expected: str) -> None:
             if not is_right:
-                fail("schedule", f"{name!r} is {parts[name]!r}: expected {expected}")
+                fail("schedule", f"{name!r} is {entries[name]!r}: expected {expected}")
 
-        memory, bound = parts["memory"], parts.get("bound")
-        need("length", _is_whole(parts["length"]), "an integer, 1 or more")
-        need("policy", isinstance(parts["policy"], str), "a name")
+        memory, bound = entries["memory"], entries.get("bound")
+        need("length", _is_whole(entries["length"]), "an integer, 1 or more")
+        need("policy", isinstance(entries["policy"], str), "a name")
         need("memory", memory is None or _is_whole(memory), "an integer, 1 or more, or null")
-        need("actions", isinstance(parts["actions"], str), "text such as 'S0 R0:5 B0:5 F0'")
-        units = parts["units"] = _units(parts["units"])
+        need("actions", isinstance(entries["actions"], str), "text such as 'S0 R0:5 B0:5 F0'")
+        units = entries["units"] = _units(entries["units"])
         expected = "seconds" if isinstance(units, Chain) else "an integer"
         kinds = (int, float) if isinstance(units, Chain) else (int,)
         is_right = bound is None or (type(bound) in kinds and 0 <= bound < inf)
         need("bound", is_right, f"{expected}, 0 or more, or null")
-        parts.pop("bound", None)
-        codes = [_code(index, word) for index, word in enumerate(parts.pop("actions").split())]
-        return replace(Schedule.from_codes(codes, **parts), bound=bound)
+        entries.pop("bound", None)
+        codes = [_code(index, word) for index, word in enumerate(entries.pop("actions").split())]
+        return replace(Schedule.from_codes(codes, **entries), bound=bound)
 
     def __len__(self) -> int:
         return len(self.kind)

@@ -235,7 +235,7 @@ def _beside(
             finally:
                 stop_ns = time.time_ns()
                 threads = stop_profiler(legacy=True)
-        events = [event for one in threads for event in _paired(one, start_ns, oldest)]
+        events = [event for thread in threads for event in _paired(thread, start_ns, oldest)]
         return value, start_ns, stop_ns, events
 
     with ThreadPoolExecutor(1, "retrograde-measure") as thread:
@@ -306,7 +306,7 @@ def _start_profiler() -> None:
 def _on(device: torch.device, events: Sequence[Event]) -> list[Event]:
     """Return the events on a device, or on all devices of its type if it has no number."""
     place, number = device.type, device.index
-    return [one for one in events if one.place == place and number in (None, one.number)]
+    return [event for event in events if event.place == place and number in (None, event.number)]
 
 
 def _blocks(events: Sequence[Event]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -327,5 +327,5 @@ def _blocks(events: Sequence[Event]) -> tuple[NDArray[np.int64], NDArray[np.int6
 def _allocations(result: Any) -> list[Event]:
     allocation, tree = EventType.Allocation, result.experimental_event_tree()
     # Operations, which have children, are not noted.
-    pairs = ((one.start_time_ns, one.extra_fields) for one in tree if one.tag == allocation)
+    pairs = ((node.start_time_ns, node.extra_fields) for node in tree if node.tag == allocation)
     return [Event(x.alloc_size, x.ptr, t, x.device.type, x.device.index) for t, x in pairs]

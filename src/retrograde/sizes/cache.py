@@ -70,29 +70,29 @@ class LRUCache(Generic[T]):
     def get(self, key: Hashable, find: Callable[[], T], of: Iterable[object] = ()) -> T:
         """Return the result for a key; ``find`` computes it if it is not known. ``of`` lists the
         objects whose ids are in the key. The result is dropped when one of them is deleted."""
-        known = self._look_up(key)
-        if known is not None:
-            return known.result
+        cached = self._look_up(key)
+        if cached is not None:
+            return cached.result
         with MEASURING:  # another thread may be computing the same
-            known = self._look_up(key)
-            if known is None:
+            cached = self._look_up(key)
+            if cached is None:
                 exact = not is_profiled()  # with another profiler, bytes are not quite certain
-                known = _Known(find(), [weakref.ref(value) for value in of], exact)
+                cached = _Known(find(), [weakref.ref(value) for value in of], exact)
                 with self._lock:
                     for old in [old for old, each in self._found.items() if not each.alive()]:
                         del self._found[old]
-                    self._found[key] = known
+                    self._found[key] = cached
                     while len(self._found) > self._most:
                         self._found.popitem(last=False)
-        return known.result
+        return cached.result
 
     def _look_up(self, key: Hashable) -> _Known[T] | None:
         with self._lock:
-            known = self._found.get(key)
-            if known is None or not known.alive() or not (known.exact or is_profiled()):
+            cached = self._found.get(key)
+            if cached is None or not cached.alive() or not (cached.exact or is_profiled()):
                 return None
             self._found.move_to_end(key)
-            return known
+            return cached
 
 
 class CellFits(LRUCache[T]):
@@ -105,17 +105,17 @@ class CellFits(LRUCache[T]):
         self._steps: LRUCache[tuple[Hashable, Settled]] = LRUCache(most)
 
     def fit(
-        self, parts: Sequence[Referents], shapes: Hashable, budget: Hashable,
+        self, referents: Sequence[Referents], shapes: Hashable, budget: Hashable,
         step: Callable[[], tuple[Hashable, Settled]], find: Callable[[Settled], T],
     ) -> tuple[T, Settled]:  # fmt: skip
         """Return the fit for a cell, and properties that its calls have settled. ``find`` computes
-        the fit for the largest step that was seen; ``step`` measures a step. ``parts`` are what it
-        refers to. ``shapes`` is all else that these bytes depend on, and ``budget`` all else that
-        the fit depends on."""
+        the fit for the largest step that was seen; ``step`` measures a step. ``referents`` are what
+        it refers to. ``shapes`` is all else that these bytes depend on, and ``budget`` all else
+        that the fit depends on."""
         made_of, kinds = (
-            tuple(identity(part, values=values) for part in parts) for values in (True, False)
+            tuple(identity(part, values=values) for part in referents) for values in (True, False)
         )
-        modules = [module for part in parts for module in part.modules]
+        modules = [module for part in referents for module in part.modules]
         step_bytes, settled = self._steps.get((made_of, shapes), step, of=modules)
         key = kinds, step_bytes, shapes, budget, settled.level()
         return self.get(key, lambda: find(settled), of=modules), settled

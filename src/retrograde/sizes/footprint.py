@@ -91,8 +91,8 @@ def footprint(
         # A fused kernel's own workspace grows only up to some length.
         lengths = (1, 2, 4, 16, 64) if core.fused else (1, 2, 3, 4) if core.records_ranges else (1,)
         for steps in dict.fromkeys(min(length, L) for L in lengths):
-            known = Curve(tuple((L, size.most) for L, size in points.items()))
-            if budget is not None and steps > FEW_STEPS and known(steps) > max(budget, FEW_BYTES):
+            peaks = Curve(tuple((L, size.most) for L, size in points.items()))
+            if budget is not None and steps > FEW_STEPS and peaks(steps) > max(budget, FEW_BYTES):
                 break  # no schedule has room for such a range
             points[steps] = _measure_range(core, inputs, state, steps)
             if told := _evenly(core, inputs, points):
@@ -112,15 +112,15 @@ def footprint(
     # A state's plain numbers become tensors of ours, before the call and after it.
     numbers = 2 * sum(_rounded(t) for t in begins if not t.dim())
     if not core.records_ranges:  # ranges are single steps: only held bytes grow
-        one = replace(points[1], advance=max(points[1].advance, further))
+        step = replace(points[1], advance=max(points[1].advance, further))
         for n in (2, 3):
-            points[n] = replace(one, held=n * one.held, record=one.record + (n - 1) * one.held)
+            points[n] = replace(step, held=n * step.held, record=step.record + (n - 1) * step.held)
 
     points, most = dict(sorted((told or points).items())), core.settled.most_steps
     if length > most and not core.fused:  # each graph of a long range has a state of its own
         more = -(-2 * sum(map(_rounded, state)) // most)
-        for n, one in points.items():
-            points[n] = replace(one, held=one.held + n * more, record=one.record + n * more)
+        for n, taken in points.items():
+            points[n] = replace(taken, held=taken.held + n * more, record=taken.record + n * more)
 
     def curve(name: str) -> Curve:
         return Curve(tuple((L, getattr(size, name)) for L, size in points.items()))
@@ -186,8 +186,8 @@ def grown(sizes: Footprint, factor: float) -> Footprint:
     operations more are views of a state."""
     if factor <= _ALIKE:
         return sizes
-    own = ("advance", "held", "record", "backward")
-    more: dict[str, Any] = {name: _times(factor, getattr(sizes, name)).curves[0] for name in own}
+    names = ("advance", "held", "record", "backward")
+    more: dict[str, Any] = {name: _times(factor, getattr(sizes, name)).curves[0] for name in names}
     return replace(sizes, **more, ordinary=_times(factor, sizes.ordinary), even=True)
 
 
@@ -198,7 +198,7 @@ def partly_idle(sizes: Footprint, steps: int, length: int, output_bytes: int) ->
 
 
 def _times(factor: float, curve: Curve | Highest) -> Highest:
-    every = (one.points for one in (curve.curves if isinstance(curve, Highest) else (curve,)))
+    every = (single.points for single in (curve.curves if isinstance(curve, Highest) else (curve,)))
     return Highest(tuple(Curve(tuple((n, int(factor * size)) for n, size in o)) for o in every))
 
 

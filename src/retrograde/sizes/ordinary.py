@@ -54,10 +54,10 @@ def ordinary_curve(
         if len(adds) == 1 and min(adds) > 0:
             return Highest.of(points)
     while (last := max(points)) < min(length, LONGEST_MEASURED):
-        steps, known = min(2 * last, length), Highest.of(points)
+        steps, peaks = min(2 * last, length), Highest.of(points)
         if memory is not None and steps > FEW_STEPS:
-            budget = as_bytes(memory, known(length))
-            if known(length) > budget and _BESIDE * known(steps) > max(budget, FEW_BYTES):
+            budget = as_bytes(memory, peaks(length))
+            if peaks(length) > budget and _BESIDE * peaks(steps) > max(budget, FEW_BYTES):
                 break
         points[steps] = measured(steps)
         if not bends and grows_evenly(Highest.of(points)):
@@ -84,8 +84,8 @@ def measure_pass(
 ) -> tuple[int, int]:  # fmt: skip
     """Return the working bytes at the peak of the forward pass, and of the backward pass. Memory
     that ``drop`` releases would belong to the caller, so it does not count."""
-    one, other, _ = measure_phases([forward, backward, drop], device=device)
-    return one.peak(0, 2), one.growth(0, 2) + other.peak(0, 2)
+    forward_phase, backward_phase, _ = measure_phases([forward, backward, drop], device=device)
+    return forward_phase.peak(0, 2), forward_phase.growth(0, 2) + backward_phase.peak(0, 2)
 
 
 def time_pass(
@@ -109,9 +109,9 @@ def outputs_tell(core: AutogradCore, inputs: Inputs, state: Tensors) -> bool:
     with torch.enable_grad(), core.recording():
         _, after = core(inputs[0], [entry(t)[1] for t in state])
         outputs, _ = core(inputs[1], after)
-    parts = {(t.grad_fn, t.output_nr) for t in after if t.grad_fn is not None}
-    _, reached = foreign_tensors(outputs, 0, parts)
-    return reached == parts
+    edges = {(t.grad_fn, t.output_nr) for t in after if t.grad_fn is not None}
+    _, reached = foreign_tensors(outputs, 0, edges)
+    return reached == edges
 
 
 def ordinary_bytes(
@@ -148,8 +148,8 @@ def ordinary_bytes(
         handed.extend((seeds, gradients))
 
     def drop() -> None:
-        for one in (roots, leaves, handed):
-            one.clear()
+        for kept in (roots, leaves, handed):
+            kept.clear()
 
     return by(forward, backward, drop, core.surroundings.device)
 

@@ -41,14 +41,14 @@ class Blocks:
         forward steps, and the calls that advance."""
         form, missing = Mixed(self.memory - 1, self.held), self.count * self.steps - self.length
         root = form.schedule(self.count, segments)
-        first = segments.first_advances(root)  # all that run the first block but do not record it
-        forward_steps = form.cost(self.count) * self.steps - missing * (len(first) + 1)
+        lengths = segments.first_advances(root)  # all that run the first block but do not record it
+        forward_steps = form.cost(self.count) * self.steps - missing * (len(lengths) + 1)
 
         def calls(blocks: int, missing: int = 0) -> int:
             return -(-(blocks * self.steps - missing) // self.chunk)
 
         advances = segments.total(root, lambda row: calls(row[0]))
-        return root, forward_steps, advances + sum(calls(a, missing) - calls(a) for a in first)
+        return root, forward_steps, advances + sum(calls(a, missing) - calls(a) for a in lengths)
 
     def schedule(self, segments: Segments, root: int, units: Units) -> Schedule:
         """Return a schedule of blocks as one of steps. An advance is divided into chunks and a

@@ -72,12 +72,12 @@ _cost = lru_cache(2**17)(hsm_cost)
 def _costs_without(held: Sequence[int], slots: int) -> list[int]:
     """Return, for each held state but the first, what to end costs without it."""
     gaps = [b - a for a, b in pairwise((*held, held[-1] + 1))]
-    own = [_cost(gap, max(1, slots - i)) for i, gap in enumerate(gaps)]
+    gap_costs = [_cost(gap, max(1, slots - i)) for i, gap in enumerate(gaps)]
     left, right = 0, sum(_cost(gap, slots - i + 1) for i, gap in enumerate(gaps) if i > 1)
     costs = []
     for i in range(1, len(gaps)):
         costs.append(left + _cost(gaps[i - 1] + gaps[i], slots - i + 1) + right)
-        left += own[i - 1]
+        left += gap_costs[i - 1]
         right -= _cost(gaps[i + 1], slots - i) if i + 1 < len(gaps) else 0
     return costs
 
@@ -113,7 +113,7 @@ def online_schedule(
         return Schedule.from_codes(
             [*codes, (Verb.FREE, 0, 0)], length=length, policy="online"
         ), done
-    parts: list[ArrayLike] = [codes]
+    arrays: list[ArrayLike] = [codes]
     for i, (a, b) in reversed([*enumerate(pairwise((*held, end)))]):
         segment = of_segment(b - a, i)
         part = np.column_stack((segment.kind, segment.start + a, segment.stop + a))
@@ -121,6 +121,6 @@ def online_schedule(
             (Verb.LOAD, a, a),
             segment.units,
         )  # where the segment by itself stores its first state
-        parts.append(part)
-    verbs, start, stop = np.concatenate(parts).T
+        arrays.append(part)
+    verbs, start, stop = np.concatenate(arrays).T
     return Schedule(length, "online", None, units, verbs, start, stop), done

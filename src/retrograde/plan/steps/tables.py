@@ -76,17 +76,17 @@ class Tables:
 
     def _divide(self, segment: tuple[int, int, bool]) -> Segment:
         t, f, is_held = segment  # steps, free units, whether the base is held
-        own = self.held if is_held else self.loose
+        costs = self.held if is_held else self.loose
         if t == 1:
             return Segment(0, 1)
         kept = self.units.beta if is_held else self.units.alpha
-        if f >= kept and own[f, t] == 1 + self.held[f - kept, t - 1]:
+        if f >= kept and costs[f, t] == 1 + self.held[f - kept, t - 1]:
             return Segment(0, 1, (t - 1, f - kept, True))
         # A loose base is stored here until its last load. If it had to be stored until the segment
         # is done, the segment before would have stored it.
         room = f if is_held else f - self.units.state
         y = np.arange(1, t)
-        best = y[y + self.loose[room, t - y] + own[f, y] == own[f, t]]
+        best = y[y + self.loose[room, t - y] + costs[f, y] == costs[f, t]]
         at = int(best[-1])
         stores = self._stores(t - at, room)
         right = (t - at, room - self.units.state if stores else room, stores)
@@ -104,11 +104,11 @@ def _fill(held: Any, loose: Any, state: int, alpha: int, beta: int, reuse: bool)
     """Write B and A, row by row of the free units."""
     units, size = held.shape
     same, less = np.empty(size, np.int32), np.empty(size, np.int32)  # A, reversed
-    own, mine = np.empty(size, np.int32), np.empty(size, np.int32)  # y + B, y + A
+    held_sums, loose_sums = np.empty(size, np.int32), np.empty(size, np.int32)  # y + B, y + A
     for f in range(units):
         for row in (held, loose):
             row[f, 0], row[f, 1] = 0, 1
-        own[1], mine[1], same[size - 1 - 1] = 2, 2, 1
+        held_sums[1], loose_sums[1], same[size - 1 - 1] = 2, 2, 1
         for t in range(size if f >= state else 0):
             less[size - 1 - t] = loose[f - state, t]
         for t in range(2, size):
@@ -120,17 +120,17 @@ def _fill(held: Any, loose: Any, state: int, alpha: int, beta: int, reuse: bool)
                 best = min(best, held[f - state, t])
                 if reuse:
                     for y in range(1, t):
-                        best = min(best, mine[y] + less[shift + y])
+                        best = min(best, loose_sums[y] + less[shift + y])
             loose[f, t] = best
             same[shift] = best
-            mine[t] = best + t
+            loose_sums[t] = best + t
             best = np.int32(_NEVER)
             if f >= beta:
                 best = min(best, 1 + held[f - beta, t - 1])
             for y in range(1, t):
-                best = min(best, own[y] + same[shift + y])
+                best = min(best, held_sums[y] + same[shift + y])
             held[f, t] = best
-            own[t] = best + t
+            held_sums[t] = best + t
 
 
 def lower_bound(length: int, memory: int, units: Units) -> int:
@@ -151,18 +151,18 @@ def _bound(length: int, memory: int, state: int, alpha: int, beta: int) -> int:
     while rises:
         rises = False
         for i in range(_SHARES):
-            one = (n - 1) * _SHARES + i  # what one forward step earns
+            earned = (n - 1) * _SHARES + i  # what one forward step earns
             for f in range(memory + 1):
-                a = one
+                a = earned
                 if f >= alpha:
-                    a = max(a, one + held[f - alpha, i])
+                    a = max(a, earned + held[f - alpha, i])
                 if f >= state:
                     a = max(a, held[f - state, i], loose[f - state, i] + loose[f, i])
-                b = max(one, a + held[f, i])
+                b = max(earned, a + held[f, i])
                 if f >= beta:
-                    b = max(b, one + held[f - beta, i])
+                    b = max(b, earned + held[f - beta, i])
                 loose[f, i], held[f, i] = min(a, 2**60), min(b, 2**60)
-            bound = -((loose[memory, i] - (one + _SHARES) * length) // _SHARES)
+            bound = -((loose[memory, i] - (earned + _SHARES) * length) // _SHARES)
             if bound > best:
                 best, rises = bound, True
         n += 1

@@ -91,26 +91,26 @@ class Segments:
     def gather(self, root: _Key, divide: Callable[[_Key], Segment]) -> int:
         """Add a segment and all segments inside it; returns its number. ``divide`` describes the
         segment of a key, and is asked once for each."""
-        known: dict[Hashable, int] = {None: NOTHING}
+        numbers: dict[Hashable, int] = {None: NOTHING}
         divided: dict[Hashable, Segment] = {}
         waiting: list[Any] = [root]
         while waiting:
             key = waiting.pop()
-            if key in known:
+            if key in numbers:
                 continue
             if key not in divided:
                 segment = divided[key] = divide(key)
                 waiting += (key, segment.right, segment.left)
                 continue
             advance, keep, right, left, base = divided[key]
-            known[key] = self.add(advance, keep, known[right], known[left], base)
-        return known[root]
+            numbers[key] = self.add(advance, keep, numbers[right], numbers[left], base)
+        return numbers[root]
 
-    def total(self, root: int, own: Callable[[_Row], int]) -> int:
-        """Return the sum of ``own`` over all occurrences of segments in a whole."""
+    def total(self, root: int, of_row: Callable[[_Row], int]) -> int:
+        """Return the sum of ``of_row`` over all occurrences of segments in a whole."""
         sums = [0] * (len(self._rows) + 1)  # the last is that of NOTHING
         for segment, row in enumerate(self._rows):
-            sums[segment] = own(row) + sums[row[2]] + sums[row[3]]
+            sums[segment] = of_row(row) + sums[row[2]] + sums[row[3]]
         return sums[root]
 
     def first_advances(self, root: int) -> list[int]:
