@@ -205,7 +205,7 @@ def kernels_of(kind: str, size: int, batch: int) -> list[Row]:
 
 @script.table("range_costs_cpu")
 def range_costs(run: Run) -> None:
-    """The cost of a call and of a step of every kernel, as in ``recurrent/fastest.py``.
+    """The cost of a call and of a step of every kernel, as in ``sizes/nominal.py``.
 
     The executor runs ranges of 1 and of 64 steps: forward without keeping anything, and recorded
     and backpropagated. The cost of a step is the time of one more step, and the cost of a call is

@@ -47,9 +47,8 @@ def alone(*packages: str) -> Row:
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     versions = dict.fromkeys(packages, "not installed")
-    for name in packages:
-        if importlib.util.find_spec(name):
-            versions[name] = importlib.metadata.version(name)
+    for name in filter(importlib.util.find_spec, packages):
+        versions[name] = importlib.metadata.version(name)
     device = f"{processor_name()}, one core"
     return {"device": device, "python": platform.python_version(), **versions}
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from oracles.cuda_kernels import COMPILED, Fences
-from retrograde.recurrent import plan
+from retrograde.sizes import nominal
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def interpreter(monkeypatch):
 @pytest.fixture(autouse=True)
 def ours_however_short(monkeypatch):
     """Sequences of tests are short: with memory for all, torch's own pass would run most."""
-    monkeypatch.setattr(plan, "_FEW_STEPS", dict.fromkeys(plan._FEW_STEPS, 0))
+    monkeypatch.setattr(nominal, "FEW_STEPS", dict.fromkeys(nominal.FEW_STEPS, 0))
 
 
 @pytest.fixture(autouse=True)

@@ -6,9 +6,9 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 import retrograde as rg
 from oracles.autocast import run_or_skip
-from retrograde.recurrent import plan
+from retrograde.sizes import nominal
 
-FEW_STEPS = plan._FEW_STEPS  # a fixture replaces it
+FEW_STEPS = nominal.FEW_STEPS  # a fixture replaces it
 
 
 def packed(batch, width, lengths):
@@ -58,7 +58,7 @@ def seeds_of(net, x, final, summed):
     ids=str,
 )
 def test_what_torchs_own_pass_takes_is_told(kind, sizes, shape, options, summed, monkeypatch):
-    monkeypatch.setattr(plan, "_FEW_STEPS", FEW_STEPS)
+    monkeypatch.setattr(nominal, "FEW_STEPS", FEW_STEPS)
     options = dict(options)
     turned = options.pop("turned", False)
     net = getattr(rg, kind)(*sizes, memory="100%", **options)
@@ -82,7 +82,7 @@ def test_what_torchs_own_pass_takes_is_told(kind, sizes, shape, options, summed,
     ids=str,
 )
 def test_what_torchs_own_pass_of_a_packed_batch_takes_is_told(kind, options, lengths, monkeypatch):
-    monkeypatch.setattr(plan, "_FEW_STEPS", FEW_STEPS)
+    monkeypatch.setattr(nominal, "FEW_STEPS", FEW_STEPS)
     net = getattr(rg, kind)(40, 9, memory="100%", **options)
     x = packed(len(lengths), 40, lengths)
     fit = net.fit(x)

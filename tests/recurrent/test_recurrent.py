@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import retrograde as rg
-from retrograde.recurrent import plan
+from retrograde.sizes import nominal
 
-FEW_STEPS = plan._FEW_STEPS
+FEW_STEPS = nominal.FEW_STEPS
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 
@@ -394,7 +394,7 @@ def test_two_directions_that_would_run_in_ranges_are_refused(options, layers):
 def test_with_memory_for_all_torchs_own_pass_runs_where_it_is_faster(
     shape, options, own, monkeypatch
 ):
-    monkeypatch.setattr(plan, "_FEW_STEPS", FEW_STEPS)
+    monkeypatch.setattr(nominal, "FEW_STEPS", FEW_STEPS)
     length, batch, size = shape
     x = torch.randn(length, batch, 8, **options)
     assert rg.LSTM(8, size, memory="100%", **options).fit(x).ordinary is own

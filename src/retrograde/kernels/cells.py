@@ -155,8 +155,8 @@ class Weights:
 
     def cast(self, dtype: torch.dtype) -> "Weights":
         """Return the weights in another dtype."""
-        parts: Any = {name: t.to(dtype) for name, t in self.tensors().items()}
-        return replace(self, **parts)
+        tensors: Any = {name: t.to(dtype) for name, t in self.tensors().items()}
+        return replace(self, **tensors)
 
     @property
     def state_size(self) -> int:
@@ -223,15 +223,15 @@ class Block:
 
     def at(self, steps: slice) -> "Block":
         """Return views of some steps; c stays that before the whole block."""
-        parts: Any = {name: getattr(self, name)[steps] for name in ("x", "before", "after")}
+        fields: Any = {name: getattr(self, name)[steps] for name in ("x", "before", "after")}
         optional = {"kept": self.kept, "resets": self.resets}
-        parts |= {name: part.at(steps) for name, part in optional.items() if part is not None}
-        return replace(self, **parts)
+        fields |= {name: part.at(steps) for name, part in optional.items() if part is not None}
+        return replace(self, **fields)
 
     def cast(self, dtype: torch.dtype) -> "Block":
         """Return the block in another dtype."""
-        parts: Any = {name: getattr(self, name).to(dtype) for name in ("x", "before", "after")}
-        return replace(self, **parts, c=None if self.c is None else self.c.to(dtype))
+        fields: Any = {name: getattr(self, name).to(dtype) for name in ("x", "before", "after")}
+        return replace(self, **fields, c=None if self.c is None else self.c.to(dtype))
 
 
 @dataclass
@@ -257,19 +257,19 @@ class Slopes:
 
 def slopes(
     weights: Weights, x: Tensor, before: Tensor, after: Tensor, c: Tensor | None = None,
-    gates: GateSlopes | None = None, known: Tensor | None = None, resets: Resets | None = None,
+    gates: GateSlopes | None = None, kept_gates: Tensor | None = None, resets: Resets | None = None,
 ) -> Slopes:  # fmt: skip
     """Return the slopes of all L steps, computed at once. ``x`` is (L, B, I), ``before`` and
     ``after`` are h before and after each step (L, B, H). An LSTM needs c before the first step
-    (B, H). If its gates ``known`` (L, B, 4 H) were kept, they are overwritten. ``gates`` may be
-    faster forms of :func:`gru_slopes` and :func:`lstm_slopes`."""
+    (B, H). If its gates were kept, ``kept_gates`` (L, B, 4 H), they are overwritten. ``gates`` may
+    be faster forms of :func:`gru_slopes` and :func:`lstm_slopes`."""
     assert not isinstance(weights.kind, Formula)
     by_gru, by_lstm = gates or (gru_slopes, lstm_slopes)
     with torch.no_grad():
         match weights.kind:
             case "RNN_TANH":
-                one = torch.ones((), dtype=after.dtype, device=after.device)
-                return Slopes(torch.addcmul(one, after, after, value=-1).unsqueeze(2), None, None)
+                ones = torch.ones((), dtype=after.dtype, device=after.device)
+                return Slopes(torch.addcmul(ones, after, after, value=-1).unsqueeze(2), None, None)
             case "RNN_RELU":
                 # As in torch, a state that is NaN passes the gradient on.
                 return Slopes((~(after <= 0)).to(after.dtype).unsqueeze(2), None, None)
@@ -280,8 +280,8 @@ def slopes(
             case "LSTM":
                 assert c is not None
                 anew = () if resets is None else (resets,)
-                if known is not None:
-                    return by_lstm(known, after, c, True, *anew)
+                if kept_gates is not None:
+                    return by_lstm(kept_gates, after, c, True, *anew)
                 bias = weights.bias_hidden
                 if bias is not None and weights.bias_inputs is not None:
                     bias = bias + weights.bias_inputs
@@ -315,14 +315,14 @@ def gru_slopes(inputs: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
 
 
 def lstm_slopes(
-    gates: Tensor, after: Tensor, c: Tensor, known: bool = False, resets: Resets | None = None
+    gates: Tensor, after: Tensor, c: Tensor, activated: bool = False, resets: Resets | None = None
 ) -> Slopes:
     """Return an LSTM's slopes. ``gates`` (L, B, 4 H) are the sums that enter the gates, or i, f, g,
-    o themselves if ``known``. The result overwrites them. ``c`` is that before the first step
+    o themselves if ``activated``. The result overwrites them. ``c`` is that before the first step
     (B, H). Faster forms compute tanh c = h / o from ``after``, h after each step (L, B, H)."""
     size = c.shape[-1]
     i, f, g, o = gates.chunk(4, -1)
-    if not known:
+    if not activated:
         gates[..., : 2 * size].sigmoid_()
         g.tanh_()
         o.sigmoid_()

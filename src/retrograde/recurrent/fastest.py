@@ -1,14 +1,8 @@
 """The fastest core and schedule within a budget, among several cores that compute the same.
 
 A plan of few, long ranges wins where calls are expensive. A plan of little recomputation wins where
-steps are. Which kernel is the fastest depends on both. The costs are nominal: they are what
-``benchmarks/layers.py`` measured once, and not the user's machine. So a budget gives the same
-schedule, and the same sums, on every run. In microseconds, for layers of W weights:
-
-    forward step  = step + flops / rate
-    advancing     = call + weight · W        a call, besides its steps
-    recording     = record + weighed · W     a call, and one backward, besides their steps
-    backward step = backward · forward step  beyond running it forward
+steps are. Which kernel is the fastest depends on both. The costs are nominal
+(:mod:`retrograde.sizes.nominal`), so a budget gives the same schedule on every run.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,34 +19,9 @@ from retrograde.recurrent.vendor import Kernel, Layers, run_torch
 from retrograde.replay.trees import Tensors
 from retrograde.run.core import Core
 from retrograde.run.layout import Inputs
+from retrograde.sizes import nominal
 from retrograde.sizes.footprint import footprint, measured_for
 from retrograde.units import Memory
-
-
-class _KernelCosts(NamedTuple):
-    """The nominal costs of a kernel, by the names above; rates in operations per microsecond."""
-
-    step: float
-    rate: float
-    backward: float
-    call: float
-    record: float
-    weight: float = 0.0
-    weighed: float = 0.0
-
-
-# These include what the executor adds to a call: some 40 µs to advance, and 130 µs to record and to
-# backpropagate.
-_CPU = {
-    "LSTM": _KernelCosts(step=1.2, rate=1.6e5, backward=2.2, call=130, record=500),
-    "GRU": _KernelCosts(step=14, rate=1.1e5, backward=3.0, call=70, record=300),
-    "RNN": _KernelCosts(step=5, rate=1.1e5, backward=3.0, call=70, record=260),
-    "compiled": _KernelCosts(
-        step=0.2, rate=1.35e5, backward=2.0, call=130, record=600, weight=9e-4, weighed=5e-3
-    ),
-}
-# These are not measured. On a GPU launches cost time, and arithmetic hardly does.
-_CUDA = _KernelCosts(step=5, rate=2e7, backward=2.0, call=100, record=400)
 
 
 class Candidate(NamedTuple):
@@ -68,19 +37,19 @@ def candidate(
 ) -> Candidate:
     """Return the core by which a kernel runs layers of one direction. Torch's own module may run
     them instead, if ``kernel`` is torch's."""
-    ours, costs = kernel is not run_torch, _CUDA
+    ours, costs = kernel is not run_torch, nominal.CUDA
     if net.weights[0].device.type == "cpu":
-        costs = _CPU["compiled" if ours else str(net.mode).split("_")[0]]
+        costs = nominal.CPU["compiled" if ours else str(net.mode).split("_")[0]]
     weights = sum(w.numel() for w in net.weights if w.dim() == 2)
     step = costs.step + 2.0 * batch * weights / costs.rate
-    nominal = {
+    by_name = {
         "step_time": step,
         "call_steps": (costs.call + costs.weight * weights) / step,
         "record_steps": (costs.record + costs.weighed * weights) / step,
         "backward_steps": costs.backward,
     }
     more = {"scheduled": True} if ours else {}
-    return Candidate(Fused(net, kernel, dropout), nominal | more)
+    return Candidate(Fused(net, kernel, dropout), by_name | more)
 
 
 def candidates(net: Layers, batch: int) -> list[Candidate]:

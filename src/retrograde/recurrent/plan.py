@@ -20,28 +20,10 @@ from retrograde.plan.footprint import Curve, Footprint
 from retrograde.plan.steps.closed_form import hsm_cost
 from retrograde.recurrent.bytes import Backend, Layer
 from retrograde.recurrent.spans import Sequences
+from retrograde.sizes import nominal
 from retrograde.sizes.footprint import HEAP_BYTES
 from retrograde.units import Memory, as_bytes, asks_for_all
 
-# Nominal costs, in forward steps: of a call that advances, and of one that records a range and
-# backpropagates it.
-_CALL_STEPS, _RECORD_STEPS = 5.0, 15.0
-# Nominal costs on two cores. ``_RATE`` is operations per microsecond. ``_ELEMENT`` is microseconds
-# per number of a gate, for its elementwise work. ``_CALL`` is microseconds per call that runs a
-# range.
-_RATE, _ELEMENT, _CALL = 1.35e5, 2.5e-3, 100.0
-# Microseconds for a span of a layer, and for each of its weights. The key says whether one loop
-# runs the backward pass, over enough rows at a time: it sums the gradients of weights separately.
-_SPAN: dict[bool, tuple[float, float]] = {True: (180.0, 3e-4), False: (230.0, 1.1e-3)}
-# How much longer products with hidden weights take where these lie in place: forward, and in
-# addition by the number of units; and backward.
-_IN_PLACE, _FEW_UNITS, _BACK_IN_PLACE = 0.1, 32.0, 0.2
-_SWEEPS = 0.6  # forward passes that a GRU's separate sweeps cost more than one loop
-# oneDNN runs torch's LSTM in single precision, if lengths are equal. Above so many weights it is as
-# fast as ours. Below so many steps torch's own pass is faster, since our calls cost more. But above
-# so many states it asks the system for memory at every call.
-_ONEDNN_WEIGHTS, _FEW_STATES = 1.4e6, 2**19
-_FEW_STEPS = {"oneDNN": 128, "LSTM": 10, "GRU": 10, "RNN_TANH": 20, "RNN_RELU": 20}
 _THREAD_ROWS = 128  # the most rows that a thread of a backward pass buffers
 
 
@@ -158,9 +140,9 @@ class Planner:
         """Return whether torch's own pass is faster, if there is memory for it."""
         layer = self.layers[0]
         by_onednn = layer.kind == "LSTM" and layer.item == 4 and len(lengths.runs) == 1
-        wide = by_onednn and 4 * layer.size * (layer.size + layer.width) > _ONEDNN_WEIGHTS
-        few = lengths.length < _FEW_STEPS["oneDNN" if by_onednn else str(layer.kind)]
-        few = few and lengths.rows * layer.size <= _FEW_STATES
+        wide = by_onednn and 4 * layer.size * (layer.size + layer.width) > nominal.ONEDNN_WEIGHTS
+        few = lengths.length < nominal.FEW_STEPS["oneDNN" if by_onednn else str(layer.kind)]
+        few = few and lengths.rows * layer.size <= nominal.FEW_STATES
         return not self.masks and (wide or layer.forward_by == "torch" or few)
 
     def _fastest(
@@ -277,7 +259,7 @@ class Planner:
                 again += lstm
             elif lstm:
                 again += more + (steps > span)
-            calls = (runs + ranges) * (_CALL * len(self.layers) + 1e-3 * weights)
+            calls = (runs + ranges) * (nominal.CALL * len(self.layers) + 1e-3 * weights)
             time = self._pass_time(lengths, plan, passes, again) + calls
             best, steps = min(best, time), 2 * steps
             if ranges == 1:
@@ -291,30 +273,31 @@ class Planner:
         for layer in self._run_by(plan)[0]:
             size, gates = layer.size, layer.form.gates
             weights = gates * size * (size + layer.width)
-            recurrent = 2 * gates * size**2 * lengths.rows / _RATE
-            run = 2 * weights * lengths.rows / _RATE + _ELEMENT * lengths.rows * gates * size
-            each, of_weight = _SPAN[layer.loops and plan.block >= _THREAD_ROWS]
+            recurrent = 2 * gates * size**2 * lengths.rows / nominal.RATE
+            run = (
+                2 * weights * lengths.rows / nominal.RATE
+                + nominal.ELEMENT * lengths.rows * gates * size
+            )
+            each, of_weight = nominal.SPAN[layer.loops and plan.block >= _THREAD_ROWS]
             total += (again + passes - 1) * run + spans * (each + of_weight * weights)
             if plan.forward_by == "in place":
-                total += passes * (_IN_PLACE + _FEW_UNITS / size) * recurrent
+                total += passes * (nominal.IN_PLACE + nominal.FEW_UNITS / size) * recurrent
             if layer.backward_by == "in place":
-                total += _BACK_IN_PLACE * recurrent
+                total += nominal.BACK_IN_PLACE * recurrent
             if layer.kind == "GRU" and plan.backward_by and not layer.loops:
-                total += _SWEEPS * run
+                total += nominal.SWEEPS * run
         return total
 
     def _told(self, lengths: Sequences, plan: HeldPlan, told: dict[str, int]) -> Fit:
         """Return the fit of a plan with one range of all steps."""
         length, again = lengths.length, self._again(lengths, plan)
-        return whole_fit(
-            length,
-            max(1, plan.block // self.layers[0].batch),
-            forward_steps=length + again,
-            calls=2,
-            time=float(3 * length + again),
-            peak_bytes=self.peak(lengths, plan),
-            **told,
-        )
+        block, time = max(1, plan.block // self.layers[0].batch), float(3 * length + again)
+        passes = {
+            "forward_steps": length + again,
+            "calls": 2,
+            "peak_bytes": self.peak(lengths, plan),
+        }
+        return whole_fit(length, block, time=time, **passes, **told)
 
     def _footprint(self, plan: HeldPlan, lengths: Sequences, ordinary: int) -> Footprint:
         """Return the bytes of ranges of steps, for any schedule over them. A range of one span
@@ -355,8 +338,8 @@ class Planner:
             ordinary=Curve(((length, ordinary),)),
             gradient_bytes=2 * state,
             heap_bytes=HEAP_BYTES,
-            call_steps=_CALL_STEPS,
-            record_steps=_RECORD_STEPS,
+            call_steps=nominal.CALL_STEPS,
+            record_steps=nominal.RECORD_STEPS,
             scheduled=True,
             extra_bytes=self.extra + self.copied,
         )

@@ -213,8 +213,8 @@ def _needed(steps: list[LayerCall], input_wanted: bool) -> tuple[list[LayerCall]
     trained = [any(p.requires_grad for p in step.layer.parameters()) for step in steps]
     if input_wanted or not any(trained):
         return steps, steps
-    first = trained.index(True)
-    return steps[first:], steps[first + 1 :]
+    first_trained = trained.index(True)
+    return steps[first_trained:], steps[first_trained + 1 :]
 
 
 def _check_call(layers: Sequence[nn.Module], input: object) -> None:
@@ -239,9 +239,9 @@ def _check_call(layers: Sequence[nn.Module], input: object) -> None:
 def _check_captured(steps: Sequence[LayerCall], parameters: Sequence[Tensor]) -> None:
     """Refuse layers that use tensors whose gradient we could not give (rule 5)."""
     for step in steps:
-        known = {id(t) for t in (step.x, *parameters)}
+        allowed = {id(t) for t in (step.x, *parameters)}
         leaves, _ = foreign_tensors([step.y], 0)
-        if any(id(t) not in known for t in leaves):
+        if any(id(t) not in allowed for t in leaves):
             raise ScanError(
                 f"{type(step.layer).__name__} uses a tensor that requires a gradient and is not "
                 "one of its parameters: expected parameters only; register it as one, or use "

@@ -297,14 +297,14 @@ class Affine:
         return flops(self.jacobian, other) + flops(self.offset, other)
 
 
-def _broadcast(left: object, right: object, one: Shape, other: Shape) -> Shape:
+def _broadcast(left: object, right: object, left_batch: Shape, right_batch: Shape) -> Shape:
     # A shortcut for equal batches, since this runs for every product.
-    if one == other or not other:
-        return one
+    if left_batch == right_batch or not right_batch:
+        return left_batch
     try:
-        return np.broadcast_shapes(one, other)
+        return np.broadcast_shapes(left_batch, right_batch)
     except ValueError:
         raise ScanError(
-            f"{Operand.of(left)} and {Operand.of(right)} have the batches {one} and {other}: "
-            "expected leading dimensions that broadcast"
+            f"{Operand.of(left)} and {Operand.of(right)} have the batches {left_batch} and "
+            f"{right_batch}: expected leading dimensions that broadcast"
         ) from None

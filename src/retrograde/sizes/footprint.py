@@ -23,6 +23,7 @@ from retrograde.run.core import Core, Emit, Gradients, Tape
 from retrograde.run.layout import InBlocks, InMemory, Inputs, Straight
 from retrograde.run.states import like_of
 from retrograde.schedule import Advance, Record, Schedule, Verb
+from retrograde.sizes import nominal
 from retrograde.sizes.allocations import apart, measure, measure_phases
 from retrograde.sizes.ordinary import (
     FEW_BYTES,
@@ -38,10 +39,6 @@ from retrograde.units import Memory, as_bytes
 #: larger blocks afresh at every call, and the page faults cost more than long ranges save. (glibc's
 #: DEFAULT_MMAP_THRESHOLD_MAX is 32 MiB; the margin is for the block's neighbours.)
 HEAP_BYTES = 24 * 2**20
-# The nominal cost, in forward steps, of recording a range of a cell's steps as one graph and
-# backpropagating it. The steps themselves are not included. It is mostly a call of autograd's
-# engine, for a cell of a dozen small operations.
-_RECORD_STEPS = 6.0
 
 Shapes = list[tuple[torch.Size, torch.dtype]]
 
@@ -141,7 +138,7 @@ def footprint(
         ordinary=ordinary,
         gradient_bytes=gradient,
         heap_bytes=HEAP_BYTES if core.fused and device.type == "cpu" else None,
-        record_steps=_RECORD_STEPS if core.records_ranges and not core.fused else 0.0,
+        record_steps=nominal.RECORD_GRAPH_STEPS if core.records_ranges and not core.fused else 0.0,
         scheduled=core.output_is_total,
         unit=f"blocks of {blocks.size} steps" if blocks else "steps",
         even=told is not None,

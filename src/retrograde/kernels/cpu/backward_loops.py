@@ -104,10 +104,10 @@ def room_for(
 
 
 @compiled
-def _divided(room: Reals, first: int, second: int) -> tuple[Reals, Reals, Reals]:
-    """Return two parts of given lengths, set to zero, and the rest."""
-    room[: first + second] = 0
-    return room[:first], room[first : first + second], room[first + second :]
+def _divided(room: Reals, count: int, next_count: int) -> tuple[Reals, Reals, Reals]:
+    """Return ``count`` and ``next_count`` numbers, set to zero, and the rest."""
+    room[: count + next_count] = 0
+    return room[:count], room[count : count + next_count], room[count + next_count :]
 
 
 def backward(of: BackwardArrays, number: int, first: int, last: int) -> None:
@@ -121,7 +121,7 @@ def backward(of: BackwardArrays, number: int, first: int, last: int) -> None:
     s, into, rest = _divided(of.rooms[number], steps * each * stride, each * wide)
     driven, recurrent, rest = _divided(rest, each * again, each * again)
     x, h, y, c = of.x.reshape(-1), of.before.reshape(-1), of.after.reshape(-1), of.cells.reshape(-1)
-    kept_gates, terms, known = of.gates.reshape(-1), of.losses.reshape(-1), g.reshape(-1)
+    kept_gates, terms, gradients = of.gates.reshape(-1), of.losses.reshape(-1), g.reshape(-1)
     p, to_own = of.own.reshape(-1), of.to_own[number].reshape(-1)
     for stop in range(length, 0, -steps):
         start = max(0, stop - steps)
@@ -138,7 +138,7 @@ def backward(of: BackwardArrays, number: int, first: int, last: int) -> None:
                 place, of_h, u = (row + b) * size, (first + b) * state, b * again
                 for j in range(0, size, LANES):
                     left, at, w, v = size - j, place + j, top + b * stride + j, u + j
-                    d = load(known, of_h + j, left)
+                    d = load(gradients, of_h + j, left)
                     if of.losses.shape[0]:
                         d = d + load(terms, at, left)
                     aside, split = ASIDE * place + j, v + WHOLE * size
@@ -151,17 +151,17 @@ def backward(of: BackwardArrays, number: int, first: int, last: int) -> None:
                         gates = load_each(kept_gates, GATES * place + j, size, left, GATES)
                         gates = gates + load_each(c, aside + OTHERS * size, size, left, SPLIT)
                     before = (load(h, at, left),) + load_each(c, aside, size, left, OTHERS)
-                    own = load_each(p, j, size, left, UNITS)
-                    after = (d,) + load_each(known, of_h + size + j, size, left, OTHERS)
-                    of_gates, of_state, of_others, of_own = _pull(
-                        gates, before, load(y, at, left), own, after
+                    units = load_each(p, j, size, left, UNITS)
+                    after = (d,) + load_each(gradients, of_h + size + j, size, left, OTHERS)
+                    of_gates, of_state, of_others, of_units = _pull(
+                        gates, before, load(y, at, left), units, after
                     )
                     store_each(s, w, size, left, of_gates)
                     store_each(into, b * wide + j, 0, LANES, of_state)
-                    store_each(known, of_h + size + j, size, left, of_others)
+                    store_each(gradients, of_h + size + j, size, left, of_others)
                     if UNITS:
-                        of_own = added(load_each(to_own, j, size, left, UNITS), of_own)
-                        store_each(to_own, j, size, left, of_own)
+                        of_units = added(load_each(to_own, j, size, left, UNITS), of_units)
+                        store_each(to_own, j, size, left, of_units)
             product(s, top, stride, 1, each, hidden, wide, into, wide)
             for b in range(each):
                 g[first + b, :size] = into[b * wide : b * wide + size]
@@ -200,8 +200,8 @@ def _add_products(
 @inlined
 def _of(sums: tuple[Reals, Reals], number: int) -> Reals:
     count = len(sums[0])
-    own: Reals = sums[0][number] if number < count else sums[1][number - count]
-    return own
+    total: Reals = sums[0][number] if number < count else sums[1][number - count]
+    return total
 
 
 @compiled
@@ -227,8 +227,8 @@ def _add_weights(
     for p in range(count):
         panel = packed[p].reshape(-1)
         for t in range(length):
-            at, own = (t * samples + first) * size + p * PANEL, panel[t * each * PANEL :]
-            pack(flat, at, size, False, each, size - p * PANEL, own)
+            at, into = (t * samples + first) * size + p * PANEL, panel[t * each * PANEL :]
+            pack(flat, at, size, False, each, size - p * PANEL, into)
     product(s, 0, 1, stride, total.shape[0], packed, size, total.reshape(-1), total.shape[1])
 
 

@@ -60,39 +60,39 @@ def extent(
 @compiled
 def _multiply(
     gates: int, h: Reals, at: int, size: int, batch: int, weights: Reals, left: int, right: int,
-    own: Reals, width: int,
+    out: Reals, width: int,
 ) -> None:  # fmt: skip
-    """Write U h to ``own`` for all gates of the units left … right − 1. ``h`` is flat, and the
+    """Write U h to ``out`` for all gates of the units left … right − 1. ``h`` is flat, and the
     state of the first sample begins ``at`` a place."""
-    own[:] = 0
+    out[:] = 0
     if weights.shape[1] == 1 and weights.shape[2] == size:  # as they lie
         for k in range(gates):
-            lying, into = weights[k * size + left : k * size + right], own[k * (right - left) :]
+            lying, into = weights[k * size + left : k * size + right], out[k * (right - left) :]
             dots(h, at, batch, lying, width, into)
     else:
-        product(h, at, size, 1, batch, weights, gates * (right - left), own, width)
+        product(h, at, size, 1, batch, weights, gates * (right - left), out, width)
 
 
 def run(
     of: ForwardArrays, units: Counts, by_units: bool, meeting: Counts, first: int, last: int
 ) -> None:
     """Run samples, or parts of the units, first … last − 1."""
-    driven, outputs, aside, bias, own, hidden, h, c, starts, entry, sums, keeps = of
-    samples, size = h.shape
+    driven, outputs, aside, bias, unit_numbers, hidden, h, c, starts, entry, sums, keeps = of
+    (samples, size), p = h.shape, unit_numbers.reshape(-1)
     x, y, states, numbers = driven.reshape(-1), outputs.reshape(-1), h.reshape(-1), samples * size
-    others, kept_aside, width, p = c.reshape(-1), aside.reshape(-1), sums.shape[2], own.reshape(-1)
-    one, many, low, high = extent(by_units, units, samples, first, last)
+    others, kept_aside, width = c.reshape(-1), aside.reshape(-1), sums.shape[2]
+    begin, end, low, high = extent(by_units, units, samples, first, last)
     # Weights as they lie are all in one part.
-    u, weights, batch = sums[one, low:high].reshape(-1), hidden[one % len(hidden)], high - low
+    u, weights, batch = sums[begin, low:high].reshape(-1), hidden[begin % len(hidden)], high - low
     for t in range(driven.shape[0]):
         if starts.shape[0]:
             enter(starts[t], entry, h, 0, first, last)
             if OTHERS:
                 enter(starts[t], entry, c, size, first, last)
-        for part in range(one, many):
+        for part in range(begin, end):
             left, right = units[part], units[part + 1]
             each = right - left
-            if many - one > 1:
+            if end - begin > 1:
                 u, weights = sums[part, low:high].reshape(-1), hidden[part % len(hidden)]
             if by_units and t:  # other threads may still read h after this step
                 at = (t - 1) * numbers
@@ -133,14 +133,14 @@ def run(
 
 
 def recall(
-    gates: Reals, aside: Reals, before: Reals, c: Reals, own: Reals, starts: NDArray[np.bool_],
-    entry: Reals, first: int, last: int,
+    gates: Reals, aside: Reals, before: Reals, c: Reals, unit_numbers: Reals,
+    starts: NDArray[np.bool_], entry: Reals, first: int, last: int,
 ) -> None:  # fmt: skip
     """Run the other parts of the state alone, given h ``before`` each step. ``gates`` are all that
     enters the gates, overwritten by what is kept of them. ``aside`` has h's part of split gates,
     and receives the other parts before each step."""
     samples, size = before.shape[1:]
-    flat, h, p = gates.reshape(-1), before.reshape(-1), own.reshape(-1)
+    flat, h, p = gates.reshape(-1), before.reshape(-1), unit_numbers.reshape(-1)
     others, kept_aside = c.reshape(-1), aside.reshape(-1)
     for t in range(gates.shape[0]):
         if starts.shape[0]:

@@ -46,26 +46,26 @@ class Forward:
     def __init__(self, weights: Weights, samples: int, *, in_panels: bool = True) -> None:
         self.weights, gates = weights, weights.form.gates
         self.loops = loops_of(weights.kind, weights.hidden.dtype)
-        self.bias, own = _biases(weights)
+        self.bias, of_split = _biases(weights)
         u = weights.hidden.detach()
-        parts = parts_of_units(samples, weights.size, gates)
-        self.units, each = bounds_of_units(weights.size, parts)
+        part_count = parts_of_units(samples, weights.size, gates)
+        self.units, each = bounds_of_units(weights.size, part_count)
         if in_panels:  # the columns of a part are all gates of its units, the first gate first
             by_gate = u.unflatten(0, (-1, u.shape[1]))
             ends = pairwise(self.units.tolist())
             hidden = panels(*(by_gate[:, a:b].permute(2, 0, 1) for a, b in ends))
         else:
             hidden = u.contiguous()[None, :, None]
-        self.fixed = u.new_empty(0) if own is None else own.detach().contiguous(), hidden
-        self.sums = u.new_empty(parts, samples, int(whole_vectors(gates * each)))
+        self.fixed = u.new_empty(0) if of_split is None else of_split.detach().contiguous(), hidden
+        self.sums = u.new_empty(part_count, samples, int(whole_vectors(gates * each)))
         self.work = samples * len(u) * (weights.size + ELEMENT_WORK // 4)
 
     @staticmethod
-    def numbers(form: Formula, samples: int, size: int, parts: int, *, in_panels: bool) -> int:
+    def numbers(form: Formula, samples: int, size: int, part_count: int, *, in_panels: bool) -> int:
         """Return how many numbers an instance allocates; a part of several is copied twice."""
-        whole, own = form.gates * size, form.gates * bounds_of_units(size, parts)[1]
-        total = parts * samples * int(whole_vectors(own)) + whole
-        copies = parts * panels_of(own) + (own if parts > 1 else 0)
+        whole, largest = form.gates * size, form.gates * bounds_of_units(size, part_count)[1]
+        total = part_count * samples * int(whole_vectors(largest)) + whole
+        copies = part_count * panels_of(largest) + (largest if part_count > 1 else 0)
         return total + (copies * size if in_panels else 0)
 
     def room(self, steps: int) -> Tensor:
@@ -91,24 +91,24 @@ class Forward:
         arrays += [t.numpy() for t in (hidden, state[0], c)]
         arrays += [*starts_of(resets, self.sums)[:2], self.sums.numpy(), keeps]
         arguments = ForwardArrays(*arrays), self.units
-        parts = parts_for(len(state[0]), len(x) * self.work)
+        sample_ranges = parts_for(len(state[0]), len(x) * self.work)
         many = 0 if resets is not None else len(self.units) - 1
-        share_or_meet(self.loops.run, parts, many, *arguments)
+        share_or_meet(self.loops.run, sample_ranges, many, *arguments)
 
 
 def _biases(weights: Weights) -> tuple[Tensor | None, Tensor | None]:
     """Return the bias of the inputs' part of the gates, and that of h's part of split gates. The
     former has both biases of whole gates."""
     inputs, hidden, form = weights.bias_inputs, weights.bias_hidden, weights.form
-    whole, own = form.whole * weights.size, None
+    whole, of_split = form.whole * weights.size, None
     if form.split:
         split = form.split * weights.size
-        own = weights.hidden.new_zeros(split) if hidden is None else hidden[whole:]
+        of_split = weights.hidden.new_zeros(split) if hidden is None else hidden[whole:]
     if inputs is None or hidden is None:
-        return inputs, own
+        return inputs, of_split
     inputs = inputs.clone()
     inputs[:whole] += hidden[:whole]
-    return inputs, own
+    return inputs, of_split
 
 
 class Backward:
@@ -136,7 +136,7 @@ class Backward:
         work = steps * samples * hidden.shape[0] * (2 * size + width)
         self.parts = [(0, samples)] if in_place else parts_for(samples, work)
         self.numbered = numbered(self.parts)
-        each = max(last - first for first, last in self.parts)
+        each = max(stop - start for start, stop in self.parts)
         matrices = weights.inputs, hidden
         self.read = [
             (w.detach().contiguous()[None] if in_place else _readable(w, each)).numpy()
@@ -151,12 +151,12 @@ class Backward:
         # A thread with fewer samples may have more rows.
         rooms = (room_for(form, steps, b - a, width, size, again=again) for a, b in self.parts)
         room = hidden.new_empty(len(self.parts), max(rooms))
-        own = {name: sums.numpy() for name, sums in self.sums.items()}
+        arrays = {name: sums.numpy() for name, sums in self.sums.items()}
         twice = [
-            (totals[name][None].numpy() if name in self.direct else own[name][:0], own[name])
+            (totals[name][None].numpy() if name in self.direct else arrays[name][:0], arrays[name])
             for name in ("inputs", "hidden")
         ]
-        self.own = *twice, own["biases"], own["units"], room.numpy()
+        self.own = *twice, arrays["biases"], arrays["units"], room.numpy()
         self.absent: Reals = hidden.new_empty(0, 1, 1).numpy()
 
     @staticmethod
@@ -177,18 +177,18 @@ class Backward:
         if in_place:
             room = room_for(form, steps, samples, width, size, again=False)
             return room + (form.row + form.units) * size
-        height, parts = form.gates * size, min(threads, max(1, samples // 2))
-        each = ceil(samples / parts) + (parts > 1)
+        height, part_count = form.gates * size, min(threads, max(1, samples // 2))
+        each = ceil(samples / part_count) + (part_count > 1)
         total = sum(height * panels_of(n) for n in (width, size) if not _is_plain(each, height, n))
         if form.again:
             total += (width + size) * panels_of(height) + 2 * height
         sums = {name: prod(shape) for name, shape in _shapes_of_sums(form, width, size).items()}
-        total += parts * sum(sums.values())
+        total += part_count * sum(sums.values())
         if at_once:  # one thread sums directly into the gradients
             total -= sums["inputs"] + sums["hidden"]
         each_room = partial(room_for, form, steps, inputs=width, size=size, again=form.again)
         rooms = (each_room(samples=max(1, each - fewer)) for fewer in range(3))
-        return total + parts * max(rooms)
+        return total + part_count * max(rooms)
 
     def add(self, block: Block, dy: Tensor | None, g: Tensor, dx: Tensor | None) -> Tensor:
         """Backpropagate a block, and return the gradient of the state before it.
@@ -234,7 +234,7 @@ class Backward:
         sums = list(self.sums[name])
         if name in self.direct:
             whole = self.totals[name]
-            sums = [whole, *(own[:, : whole.shape[1]] for own in sums)]
+            sums = [whole, *(of_thread[:, : whole.shape[1]] for of_thread in sums)]
         total: Tensor = reduce(Tensor.add_, sums)
         return total
 
@@ -288,16 +288,16 @@ def recall(
     c = before.new_empty(0, weights.size) if c is None else c
     form, size = weights.form, weights.size
     gates, cells = (before.new_empty(*before.shape[:2], n * size) for n in (form.gates, form.aside))
-    (bias, own), flat, h = _biases(weights), gates.flatten(0, 1), before.flatten(0, 1)
+    (bias, of_split), flat, h = _biases(weights), gates.flatten(0, 1), before.flatten(0, 1)
     linear(x.flatten(0, 1), weights.inputs, bias, flat)
-    if own is None:
+    if of_split is None:
         linear(h, weights.hidden, None, flat, add=True)
     else:
         whole = form.whole * size
         flat[:, :whole] += h @ weights.hidden[:whole].t()
-        cells[..., form.others * size :] = before @ weights.hidden[whole:].t() + own
+        cells[..., form.others * size :] = before @ weights.hidden[whole:].t() + of_split
     arrays = gates.numpy(), cells.numpy(), before.contiguous().numpy(), c.numpy(), _own(weights)
-    parts = parts_for(before.shape[1], before.numel() * ELEMENT_WORK)
+    sample_ranges = parts_for(before.shape[1], before.numel() * ELEMENT_WORK)
     loops = loops_of(weights.kind, weights.hidden.dtype)
-    share(loops.recall, parts, *arrays, *starts_of(resets, c)[:2])
+    share(loops.recall, sample_ranges, *arrays, *starts_of(resets, c)[:2])
     return Kept(gates, cells)

@@ -99,9 +99,9 @@ def _compile(key: str, formula: Formula, dtype: torch.dtype) -> Loops:
     element = getattr(types, str(dtype).removeprefix("torch."))
     every = formula.row + formula.states + formula.units
     function: Any = formula.step
-    own, code = function.__globals__, function.__code__
+    scope, code = function.__globals__, function.__code__
     # Where numba finds a loop on disk, it imports the module of its step: this one, not the user's.
-    used = {name: own[name] for name in code.co_names if name in own} | {"__name__": __name__}
+    used = {name: scope[name] for name in code.co_names if name in scope} | {"__name__": __name__}
     copy = FunctionType(code, used, key, None, function.__closure__)
     step = njit(fastmath=lanes.MATH, error_model="numpy")(copy)
     step.compile((Lanes(element),) * every)

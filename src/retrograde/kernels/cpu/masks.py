@@ -46,10 +46,10 @@ def _mixed(z: np.uint64) -> np.uint64:
 @njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
 def _drop(
     x: Reals, out: Reals, seed: np.uint64, keep: np.floating[Any], limit: np.uint32,
-    start: np.uint64, samples: np.uint64, begin: np.uint64, first: int, last: int,
+    start: np.uint64, samples: np.uint64, begin: np.uint64, top: int, bottom: int,
 ) -> None:  # fmt: skip
     zero = x.dtype.type(0)
-    for row in range(first, last):
+    for row in range(top, bottom):
         number = np.uint64(row)
         step, sample = start + number // samples, begin + number % samples
         z = _mixed(_mixed(seed + _GAMMA * step) + _GAMMA * sample)
@@ -87,10 +87,10 @@ def packed_spikes(t: Tensor) -> Tensor | None:
 
 def unpack_into(bits: Tensor, target: Tensor) -> Tensor:
     """Write the bits as zeros and ones into a contiguous tensor, and return it."""
-    flat, one, known = _whole_numbers(target), _one(target.dtype), bits.numpy()
+    flat, one, packed_bits = _whole_numbers(target), _one(target.dtype), bits.numpy()
     for at in range(0, len(flat), _CHUNK):
         some = flat[at : at + _CHUNK]
-        np.multiply(np.unpackbits(known[at // 8 :], count=len(some)), one, out=some)
+        np.multiply(np.unpackbits(packed_bits[at // 8 :], count=len(some)), one, out=some)
     return target
 
 

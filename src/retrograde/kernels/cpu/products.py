@@ -55,9 +55,9 @@ def add_outer(g: Tensor, x: Tensor, total: Tensor) -> None:
     if not _is_ours(work, g, total) or x.dtype != g.dtype:
         total.addmm_(g.t(), x)
         return
-    parts = parts_for(g.shape[1], work)
-    room = g.new_empty(len(parts), room_of_outer(len(g), g.shape[1], x.shape[1]))
-    share(_add_outer, numbered(parts), _array(g), _array(x), total.numpy(), room.numpy())
+    row_ranges = parts_for(g.shape[1], work)
+    room = g.new_empty(len(row_ranges), room_of_outer(len(g), g.shape[1], x.shape[1]))
+    share(_add_outer, numbered(row_ranges), _array(g), _array(x), total.numpy(), room.numpy())
 
 
 def sum_of_rows(g: Tensor) -> Tensor:
@@ -85,8 +85,8 @@ def room_of_outer(rows: int, gates: int, columns: int) -> int:
 
 
 def _is_ours(work: int, x: Tensor, *others: Tensor) -> bool:
-    known = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
-    return work > _SMALL and known and all(t.dtype == x.dtype and t.is_contiguous() for t in others)
+    usual = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+    return work > _SMALL and usual and all(t.dtype == x.dtype and t.is_contiguous() for t in others)
 
 
 def _array(t: Tensor) -> Reals:
@@ -101,10 +101,10 @@ def _multiply(
     start = _array(out[0, :0] if bias is None else bias)
     numbers = room_of_product(rows, terms, columns, turned=turned)
     wide = numbers > 0 and columns >= rows
-    parts = parts_for(-(-columns // PANEL) if wide else rows, rows * terms * columns)
-    rooms = a.new_empty(len(parts), numbers).numpy()
+    ranges = parts_for(-(-columns // PANEL) if wide else rows, rows * terms * columns)
+    rooms = a.new_empty(len(ranges), numbers).numpy()
     arrays = _array(a), _array(u), turned, start, add, out.numpy(), rooms
-    share(_product, numbered(parts), wide, *arrays)
+    share(_product, numbered(ranges), wide, *arrays)
 
 
 @compiled
@@ -138,10 +138,10 @@ def _product(
 
 
 @compiled
-def _few_rows(x: Reals, w: Reals, out: Reals, first: int, last: int) -> None:
-    """Add columns first … last − 1 of x Wᵀ."""
-    sums = out.reshape(-1)[first:]
-    dots(x.reshape(-1), 0, len(x), w[first:last], out.shape[1], sums)
+def _few_rows(x: Reals, w: Reals, out: Reals, first_column: int, last_column: int) -> None:
+    """Add columns first_column … last_column − 1 of x Wᵀ."""
+    sums = out.reshape(-1)[first_column:]
+    dots(x.reshape(-1), 0, len(x), w[first_column:last_column], out.shape[1], sums)
 
 
 @compiled
@@ -157,9 +157,9 @@ def _begin(
 
 @compiled
 def _add_outer(
-    g: Reals, x: Reals, total: Reals, rooms: Reals, number: int, first: int, last: int
+    g: Reals, x: Reals, total: Reals, rooms: Reals, number: int, top: int, bottom: int
 ) -> None:
-    """Add rows first … last − 1 of gᵀ x."""
+    """Add rows top … bottom − 1 of gᵀ x."""
     (many, gates), width, room = g.shape, x.shape[1], rooms[number]
     flat, gradients, out = x.reshape(-1), g.reshape(-1), total.reshape(-1)
     copies, aside = len(room) > 0 and width > PANEL, len(room) > 0 and gates > _SIDE
@@ -172,8 +172,8 @@ def _add_outer(
         for p in range(count):
             at, left = k * width + p * PANEL, width - p * PANEL
             pack(flat, at, width, False, depth, left, panels[p].reshape(-1))
-        for i in range(first, last, _SIDE):
-            height, sums = min(_SIDE, last - i), out[i * width :]
+        for i in range(top, bottom, _SIDE):
+            height, sums = min(_SIDE, bottom - i), out[i * width :]
             if aside:
                 side = room[count * depth * PANEL :]
                 for term in range(depth):

@@ -54,7 +54,7 @@ def in_parts(hidden: Tensor, samples: int) -> Tensor:
     """Return hidden weights in panels, for each part of the units that ``samples`` pay for."""
     size = hidden.shape[1]
     units, _ = bounds_of_units(size, parts_of_units(samples, size, len(hidden) // size))
-    return panels(*(hidden[:, first:last] for first, last in pairwise(units.tolist())))
+    return panels(*(hidden[:, left:right] for left, right in pairwise(units.tolist())))
 
 
 def sweep(
@@ -68,16 +68,16 @@ def sweep(
     units, each = bounds_of_units(size, len(hidden))
     arrays = _arrays(slopes, hidden, dy, resets), g.numpy()
     room = g.new_empty(len(hidden), samples, int(whole_vectors(each))).numpy()
-    parts = parts_for(samples, slopes.gates.numel() * size)
+    sample_ranges = parts_for(samples, slopes.gates.numel() * size)
     many = 0 if resets is not None else len(hidden)
-    share_or_meet(sweep_loops.sweep, parts, many, *arrays, room, units)
+    share_or_meet(sweep_loops.sweep, sample_ranges, many, *arrays, room, units)
     return g
 
 
 def numbers_of_sweep(gates: int, samples: int, size: int, threads: int) -> int:
     """Return how many numbers weights :func:`in_parts`, and a sweep with them, allocate at most."""
-    parts = parts_of_units(samples, size, gates, threads)
-    copied = parts * gates * panels_of(bounds_of_units(size, parts)[1])
+    part_count = parts_of_units(samples, size, gates, threads)
+    copied = part_count * gates * panels_of(bounds_of_units(size, part_count)[1])
     return copied * size + threads * samples * int(whole_vectors(size))
 
 
@@ -94,9 +94,9 @@ def scan(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, chunk: in
         return sweep(slopes, hidden, dy, g)
     units, _ = bounds_of_units(size, 1)
     arrays = _arrays(chunks, panels(hidden), losses), after.numpy(), units, NOBODY
-    parts = parts_for(len(chunks.gates), chunks.gates.numel() * size)
-    room = g.new_empty(len(parts), 1, samples, int(whole_vectors(size)))
-    share(sweep_loops.sweep_chunks, numbered(parts), *arrays, room.numpy())
+    chunk_ranges = parts_for(len(chunks.gates), chunks.gates.numel() * size)
+    room = g.new_empty(len(chunk_ranges), 1, samples, int(whole_vectors(size)))
+    share(sweep_loops.sweep_chunks, numbered(chunk_ranges), *arrays, room.numpy())
     return sweep(slopes.at(slice(0, rest)), hidden, None if dy is None else dy[:rest], before)
 
 
@@ -105,11 +105,11 @@ def products(chunks: Slopes, hidden: Tensor, losses: Tensor | None) -> Tensor:
     count, _, samples, _, size = chunks.gates.shape
     n = size * (2 if chunks.gates.shape[-2] == 4 else 1)
     maps = hidden.new_empty(count, samples, n + 1, n)
-    parts = parts_for(count, chunks.gates.numel() * size * n)
+    chunk_ranges = parts_for(count, chunks.gates.numel() * size * n)
     numbers = sweep_loops.room_for_products(size, n // size)
     arrays = _arrays(chunks, panels(hidden)[0], losses), maps.numpy()
-    room = hidden.new_empty(len(parts), numbers)
-    share(sweep_loops.products, numbered(parts), *arrays, room.numpy())
+    room = hidden.new_empty(len(chunk_ranges), numbers)
+    share(sweep_loops.products, numbered(chunk_ranges), *arrays, room.numpy())
     return maps
 
 
@@ -133,13 +133,13 @@ def gru_slopes(inputs: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
     keep, inner = before.new_empty(before.shape), before.new_empty(before.shape)
     arrays = (inputs, hidden, before.contiguous(), keep, inner)
     flat = [t.view(count, -1).numpy() for t in arrays]
-    parts = parts_for(count, count * size * ELEMENT_WORK)
-    share(sweep_loops.gru_slopes, parts, *flat)
+    row_ranges = parts_for(count, count * size * ELEMENT_WORK)
+    share(sweep_loops.gru_slopes, row_ranges, *flat)
     return Slopes(hidden.unflatten(-1, (3, size)), keep, inner)
 
 
 def lstm_slopes(
-    gates: Tensor, after: Tensor, c: Tensor, known: bool = False, resets: Resets | None = None
+    gates: Tensor, after: Tensor, c: Tensor, activated: bool = False, resets: Resets | None = None
 ) -> Slopes:
     """Do the same as :func:`retrograde.kernels.cells.lstm_slopes`, for either dtype on a CPU."""
     length, samples, size = after.shape
@@ -147,5 +147,5 @@ def lstm_slopes(
     keep, inner = (after.new_empty(after.shape) for _ in range(2))
     arrays = [t.numpy() for t in (gates, after.contiguous(), c.clone(), keep, inner)]
     arrays += starts_of(resets, c)[:2]
-    share(sweep_loops.lstm_slopes, parts_for(samples, work), known, *arrays)
+    share(sweep_loops.lstm_slopes, parts_for(samples, work), activated, *arrays)
     return Slopes(gates.unflatten(-1, (4, size)), keep, inner)

@@ -27,15 +27,15 @@ from retrograde.kernels.cpu.llvm.tiles import PANEL, product, whole_vectors
 
 @compiled
 def gru_slopes(
-    inputs: Reals, hidden: Reals, before: Reals, keep: Reals, inner: Reals, first: int, last: int
+    inputs: Reals, hidden: Reals, before: Reals, keep: Reals, inner: Reals, top: int, bottom: int
 ) -> None:
-    """Compute a GRU's slopes for rows first … last − 1. ``inputs`` and ``hidden`` are the two parts
+    """Compute a GRU's slopes for rows top … bottom − 1. ``inputs`` and ``hidden`` are the two parts
     of the sums that enter the gates. ``hidden`` is overwritten by s_r, s_z and s_m. ``inner``
     receives s_n, and ``keep`` receives z."""
     size = before.shape[1]
     x, u, h = inputs.reshape(-1), hidden.reshape(-1), before.reshape(-1)
     kept, s_n = keep.reshape(-1), inner.reshape(-1)
-    for row in range(first, last):
+    for row in range(top, bottom):
         for j in range(0, size, LANES):
             left, at, v = size - j, row * size + j, 3 * row * size + j
             r = load(x, v, left) + load(u, v, left)
@@ -52,13 +52,13 @@ def gru_slopes(
 
 @compiled
 def lstm_slopes(
-    known: bool, gates: Reals, after: Reals, c: Reals, keep: Reals, inner: Reals,
+    activated: bool, gates: Reals, after: Reals, c: Reals, keep: Reals, inner: Reals,
     starts: NDArray[np.bool_], entry: Reals, first: int, last: int,
 ) -> None:  # fmt: skip
-    """Compute an LSTM's slopes for samples first … last − 1. ``gates`` are i, f, g, o if ``known``,
-    and otherwise the sums that enter them. They are overwritten by s_i, s_f, s_g, s_o. ``inner``
-    receives e, and ``keep`` receives f. ``c`` (B, H), before the first step, is overwritten by that
-    after the last. ``starts`` and ``entry`` are those of ``forward_loops``."""
+    """Compute an LSTM's slopes for samples first … last − 1. ``gates`` are i, f, g, o if
+    ``activated``, otherwise the sums that enter them. They are overwritten by s_i, s_f, s_g, s_o.
+    ``inner`` receives e, and ``keep`` receives f. ``c`` (B, H), before the first step, is
+    overwritten by that after the last. ``starts`` and ``entry`` are those of ``forward_loops``."""
     samples, size = c.shape
     flat, h, cells = gates.reshape(-1), after.reshape(-1), c.reshape(-1)
     kept, e = keep.reshape(-1), inner.reshape(-1)
@@ -70,7 +70,7 @@ def lstm_slopes(
                 left, row = size - j, (t * samples + b) * size
                 at, v, state = row + j, 4 * row + j, b * size + j
                 i, f, g, o = load_each(flat, v, size, left, 4)
-                if not known:
+                if not activated:
                     i, f, g, o = cell.lstm_gates(i, f, g, o)
                 c_now = load(cells, state, left)
                 s_i, s_f, s_g, s_o, through = cell.lstm_slopes(i, f, g, o, c_now, load(h, at, left))
@@ -93,12 +93,12 @@ class SweepArrays(NamedTuple):
     to_entry: Reals
 
 
-def room_for_products(size: int, parts: int) -> int:
+def room_for_products(size: int, state_parts: int) -> int:
     """Return the size of a thread's ``room`` for products of Jacobians. A state has one part of H
     units, or two for (h, c)."""
-    count = parts * size + 1
-    matrices = parts * -(-size // PANEL) * size * PANEL
-    return matrices + count * (int(whole_vectors(size)) + (2 * size if parts == 2 else 0))
+    count = state_parts * size + 1
+    matrices = state_parts * -(-size // PANEL) * size * PANEL
+    return matrices + count * (int(whole_vectors(size)) + (2 * size if state_parts == 2 else 0))
 
 
 @compiled
@@ -113,7 +113,7 @@ def sweep(
     width = gates.shape[2]
     size = state // 2 if width == 2 * state else state  # an LSTM's state is (h, c)
     s, kept, inner = gates.reshape(-1), keep.reshape(-1), of.inner.reshape(-1)
-    known, terms, before = g.reshape(-1), losses.reshape(-1), room.reshape(-1)
+    gradients, terms, before = g.reshape(-1), losses.reshape(-1), room.reshape(-1)
     mine = extent(by_units, units, samples, first, last)
     for t in range(gates.shape[0] - 1, -1, -1):
         for part in range(mine[0], mine[1]):
@@ -123,7 +123,7 @@ def sweep(
                 row, to = (t * samples + b) * size, (part * samples + b) * room.shape[2] - left
                 for j in range(left, right, LANES):
                     rest, at, v, of_h = right - j, row + j, row // size * width + j, b * state + j
-                    x = load(known, of_h, rest)
+                    x = load(gradients, of_h, rest)
                     if losses.shape[0]:
                         x = x + load(terms, at, rest)
                     if state == size:
@@ -133,8 +133,8 @@ def sweep(
                             store(before, to + j, x * load(kept, at, rest), rest)
                             store(inner, at, x * load(inner, at, rest), rest)
                     else:
-                        d = load(known, of_h + size, rest) + x * load(inner, at, rest)
-                        store(known, of_h + size, d * load(kept, at, rest), rest)
+                        d = load(gradients, of_h + size, rest) + x * load(inner, at, rest)
+                        store(gradients, of_h + size, d * load(kept, at, rest), rest)
                         i, f, n, o = load_each(s, v, size, rest, 4)
                         store_each(s, v, size, rest, (d * i, d * f, d * n, x * o))
         if by_units and last - first < len(units) - 1:
@@ -142,10 +142,10 @@ def sweep(
         for part in range(mine[0], mine[1]):
             low, many, left = mine[2], mine[3] - mine[2], units[part]
             count, at = units[part + 1] - left, (t * samples + low) * width
-            own, wide = room[part, low : mine[3]].reshape(-1), room.shape[2]
-            product(s, at, width, 1, many, of.hidden[part], count, own, wide)
+            into, wide = room[part, low : mine[3]].reshape(-1), room.shape[2]
+            product(s, at, width, 1, many, of.hidden[part], count, into, wide)
             for b in range(many):
-                g[low + b, left : left + count] = own[b * wide : b * wide + count]
+                g[low + b, left : left + count] = into[b * wide : b * wide + count]
         if of.starts.shape[0]:
             leave(of.starts[t], g, of.to_entry, first, last)
 
@@ -153,35 +153,35 @@ def sweep(
 @compiled
 def sweep_chunks(
     of: SweepArrays, after: Reals, units: Counts, meeting: Counts, rooms: Reals, number: int,
-    first: int, last: int,
+    first_chunk: int, last_chunk: int,
 ) -> None:  # fmt: skip
-    """Sweep chunks first … last − 1, each from the gradient ``after`` it (C, B, n). ``units`` has
-    one part, and each thread's of ``rooms`` (1, B, W) whole vectors."""
-    for c in range(first, last):
-        own = SweepArrays(
+    """Sweep first_chunk … last_chunk − 1, each from the gradient ``after`` it (C, B, n). ``units``
+    has one part, and each thread's of ``rooms`` (1, B, W) whole vectors."""
+    for c in range(first_chunk, last_chunk):
+        of_chunk = SweepArrays(
             of.gates[c], of.keep[c], of.inner[c], of.losses[c], of.hidden, of.starts, of.to_entry
         )
-        sweep(own, after[c], rooms[number], units, False, meeting, 0, after.shape[1])
+        sweep(of_chunk, after[c], rooms[number], units, False, meeting, 0, after.shape[1])
 
 
 @compiled
 def products(
-    of: SweepArrays, maps: Reals, rooms: Reals, number: int, first: int, last: int
+    of: SweepArrays, maps: Reals, rooms: Reals, number: int, first_chunk: int, last_chunk: int
 ) -> None:
-    """Write the products P, and d, of chunks first … last − 1 to ``maps`` (C, B, n + 1, n). An
+    """Write the products P, and d, of first_chunk … last_chunk − 1 to ``maps`` (C, B, n + 1, n). An
     LSTM's Jacobian has two factors: d = g_c + g_h e; g_h ← d a + g_h (s_o U_o); g_c ← d f."""
     (_, length, samples, width), hidden, room = of.gates.shape, of.hidden, rooms[number]
-    state, (parts, _, panel) = maps.shape[3], hidden.shape
+    state, (panel_count, _, panel) = maps.shape[3], hidden.shape
     is_lstm, count = width == 2 * state, state + 1
     size = state // 2 if is_lstm else state
-    wide, whole, both = whole_vectors(size), parts * size * panel, count * is_lstm
-    a = room[:whole].reshape(parts, size, panel)
-    through = room[whole * is_lstm :][:whole].reshape(parts, size, panel)
+    wide, whole, both = whole_vectors(size), panel_count * size * panel, count * is_lstm
+    a = room[:whole].reshape(panel_count, size, panel)
+    through = room[whole * is_lstm :][:whole].reshape(panel_count, size, panel)
     rest = room[whole + whole * is_lstm :]
     d = rest[: both * size].reshape(both, size)
     h = rest[both * size : 2 * both * size].reshape(both, size)
     new = rest[2 * both * size :][: count * wide]
-    for c in range(first, last):
+    for c in range(first_chunk, last_chunk):
         for b in range(samples):
             matrix = maps[c, b]
             matrix[:] = 0
@@ -210,13 +210,13 @@ def products(
 
 
 @compiled
-def _sum_scaled(gates: Reals, hidden: Reals, first: int, last: int, out: Reals) -> None:
-    """Write Σ_k diag(gates_k) U_k to ``out``, for gates first … last − 1 of ``gates`` (K·H,). All
-    matrices are in panels."""
+def _sum_scaled(gates: Reals, hidden: Reals, first_gate: int, last_gate: int, out: Reals) -> None:
+    """Write Σ_k diag(gates_k) U_k to ``out``, for first_gate … last_gate − 1 of ``gates`` (K·H,).
+    All matrices are in panels."""
     size = out.shape[1]
     out[:] = 0
     for p in range(out.shape[0]):
-        for k in range(first * size, last * size, size):
+        for k in range(first_gate * size, last_gate * size, size):
             for i in range(size):
                 scale, u, total = gates[k + i], hidden[p, k + i], out[p, i]
                 for j in range(out.shape[2]):

@@ -159,11 +159,11 @@ def gru_slopes(inputs: Tensor, hidden: Tensor, before: Tensor) -> Slopes:
     return Slopes(hidden.view(*before.shape[:-1], 3, size), keep, inner)
 
 
-def lstm_slopes(gates: Tensor, after: Tensor, c: Tensor, known: bool = False) -> Slopes:
+def lstm_slopes(gates: Tensor, after: Tensor, c: Tensor, activated: bool = False) -> Slopes:
     """Do the same as :func:`retrograde.kernels.cells.lstm_slopes`, for float32, in one launch.
-    ``after`` is unused. ``known`` must be false, since no forward pass on a GPU keeps the gates."""
+    ``after`` is unused. ``activated`` must be false: no forward pass on a GPU keeps the gates."""
     assert gates.is_contiguous()
-    assert not known
+    assert not activated
     length, samples, size = *gates.shape[:2], c.shape[-1]
     keep, inner = (gates.new_empty(length, samples, size) for _ in range(2))
     arguments = gates, keep, inner, c.contiguous(), length, c.numel()

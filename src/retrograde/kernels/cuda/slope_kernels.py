@@ -62,7 +62,7 @@ def lstm_slopes(
     gates, overwritten by slopes."""
     lane = tl.program_id(0) * LANES + tl.arange(0, LANES)[None, :]
     row = tl.arange(0, TIME)[:, None]
-    known = tl.load(c + lane, mask=lane < width, other=0.0)
+    carried = tl.load(c + lane, mask=lane < width, other=0.0)
     column = lane // H * (4 * H) + lane % H
     for start in tl.range(0, steps, TIME):
         t = (start + row).to(tl.int64)
@@ -77,10 +77,10 @@ def lstm_slopes(
         i_before = _sigmoid(tl.load(above, mask=inside, other=0.0))
         f_before = _sigmoid(tl.load(above + H, mask=inside, other=0.0))
         g_before = _tanh(tl.load(above + 2 * H, mask=inside, other=0.0))
-        more_before = tl.where(row > 0, i_before * g_before, known)
+        more_before = tl.where(row > 0, i_before * g_before, carried)
         _, before = tl.associative_scan((f_before, more_before), 0, _then)
         after = f * before + i * g
-        known = _last(after, row, TIME)
+        carried = _last(after, row, TIME)
         squashed = _tanh(after)
         tl.debug_barrier()
         tl.store(keep + t * width + lane, f, mask=real)

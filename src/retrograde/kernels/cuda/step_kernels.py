@@ -66,28 +66,28 @@ def step(
         total = tl.zeros((TILE, TILE), tl.float32)
         c = total
         if K > 1:
-            own = tl.load(after + j, mask=real, other=0.0)
+            gradient = tl.load(after + j, mask=real, other=0.0)
             if LOSSES:
-                own += tl.load(dy + at * H + j, mask=real, other=0.0)
+                gradient += tl.load(dy + at * H + j, mask=real, other=0.0)
             kept = tl.load(keep + at * H + j, mask=real, other=0.0)
             if K == 3:
-                total = own * kept
+                total = gradient * kept
             if K == 4:
                 c = tl.load(after + H + j, mask=real, other=0.0)
-                c = (c + own * tl.load(inner + at * H + j, mask=real, other=0.0)) * kept
+                c = (c + gradient * tl.load(inner + at * H + j, mask=real, other=0.0)) * kept
         for start in tl.range(0, H, DEPTH, num_stages=STAGES):
             i = start + tl.arange(0, DEPTH)[None, :]
             down = start + tl.arange(0, DEPTH)[:, None]
-            known = (b < samples) & (i < H)
-            h = tl.load(after + i, mask=known, other=0.0)
+            inside = (b < samples) & (i < H)
+            h = tl.load(after + i, mask=inside, other=0.0)
             if LOSSES:
-                h += tl.load(dy + at * H + i, mask=known, other=0.0)
+                h += tl.load(dy + at * H + i, mask=inside, other=0.0)
             d = h
             if K == 4:
-                d = tl.load(after + H + i, mask=known, other=0.0)
-                d += h * tl.load(inner + at * H + i, mask=known, other=0.0)
+                d = tl.load(after + H + i, mask=inside, other=0.0)
+                d += h * tl.load(inner + at * H + i, mask=inside, other=0.0)
             for k in tl.static_range(K):
-                a = tl.load(gates + (at * K + k) * H + i, mask=known, other=0.0)
+                a = tl.load(gates + (at * K + k) * H + i, mask=inside, other=0.0)
                 a *= h if k == 3 else d
                 u = tl.load(hidden + (k * H + down) * H + j, mask=(down < H) & (j < H), other=0.0)
                 total = tl.dot(a, u, total, input_precision=exact)
@@ -112,13 +112,13 @@ def finish(
         h += tl.load(dy + e, mask=real, other=0.0)
     d = h
     if K > 1:
-        own = tl.load(inner + e, mask=real, other=0.0)
+        inner_slope = tl.load(inner + e, mask=real, other=0.0)
     if K == 4:
-        d = tl.load(after + H, mask=real, other=0.0) + h * own
+        d = tl.load(after + H, mask=real, other=0.0) + h * inner_slope
     for k in tl.static_range(K):
         at = gates + (row * K + k) * H + j
         a = tl.load(at, mask=real, other=0.0) * (h if k == 3 else d)
         tl.debug_barrier()
         tl.store(at, a, mask=real)
     if K == 3:
-        tl.store(inner + e, h * own, mask=real)
+        tl.store(inner + e, h * inner_slope, mask=real)

@@ -71,7 +71,7 @@ def products(
     """Compute the products of Jacobians. Program (c·B + b, r) computes ROWS rows of the product of
     chunk c and sample b, from row r·ROWS on."""
     pair = tl.program_id(0).to(tl.int64)
-    first, end = _steps(pair // samples, length, chunks, chunk)
+    first_step, end = _steps(pair // samples, length, chunks, chunk)
     b = pair % samples
     n: tl.constexpr = 2 * H if K == 4 else H
     exact: tl.constexpr = "tf32x3" if TF32 else "ieee"
@@ -88,7 +88,7 @@ def products(
         u2 = _weights(hidden, 2, H, P)
     if K > 3:
         u3 = _weights(hidden, 3, H, P)
-    for back in tl.range(1, (end - first + 1).to(tl.int32), num_stages=STAGES):
+    for back in tl.range(1, (end - first_step + 1).to(tl.int32), num_stages=STAGES):
         at = (end - back) * samples + b
         if LOSSES:
             h += tl.where(i == n, _numbers(dy, at * H, H, P)[None, :], 0.0)
@@ -149,10 +149,10 @@ def carry(
         pair = (chunks - back) * samples + b
         tl.store(after + pair * n + j, h, mask=j < H)
         loss = (pair * (n + 1) + n) * n
-        own = _numbers(maps, loss, H, P)
+        loss_of_h = _numbers(maps, loss, H, P)
         product = h[:, None] * _quadrant(maps, pair, 0, 0, n, H, P)
         size = tl.sum(tl.abs(product), 0)
-        largest = tl.maximum(largest, tl.maximum(tl.abs(h), tl.abs(own)))
+        largest = tl.maximum(largest, tl.maximum(tl.abs(h), tl.abs(loss_of_h)))
         if LSTM:
             tl.store(after + pair * n + H + j, c, mask=j < H)
             down = c[:, None] * _quadrant(maps, pair, H, 0, n, H, P)
@@ -161,12 +161,12 @@ def carry(
             across = h[:, None] * _quadrant(maps, pair, 0, H, n, H, P)
             below = c[:, None] * _quadrant(maps, pair, H, H, n, H, P)
             terms = _worst(terms, tl.sum(tl.abs(across) + tl.abs(below), 0))
-            other = _numbers(maps, loss + H, H, P)
-            largest = tl.maximum(largest, tl.maximum(tl.abs(c), tl.abs(other)))
-            c = tl.sum(across + below, 0) + other
+            loss_of_c = _numbers(maps, loss + H, H, P)
+            largest = tl.maximum(largest, tl.maximum(tl.abs(c), tl.abs(loss_of_c)))
+            c = tl.sum(across + below, 0) + loss_of_c
         else:
             terms = _worst(terms, size)
-        h = tl.sum(product, 0) + own
+        h = tl.sum(product, 0) + loss_of_h
     terms = _worst(terms, tl.where(h == h, 0.0, float("inf")))
     if LSTM:
         terms = _worst(terms, tl.where(c == c, 0.0, float("inf")))
@@ -193,7 +193,7 @@ def sweep(
     the slopes. If ``sizes`` are checked and a sample's products cannot be trusted, the program of
     its first chunk sweeps all steps, and the others none."""
     pair = tl.program_id(0).to(tl.int64)
-    first, end = _steps(pair // samples, length, chunks, chunk)
+    first_step, end = _steps(pair // samples, length, chunks, chunk)
     b = pair % samples
     start = pair
     if CHECKED:
@@ -201,7 +201,7 @@ def sweep(
         largest = tl.load(sizes + samples + b)
         trusted = (terms <= largest * LIMIT) & (terms <= MOST)
         start = tl.where(trusted, pair, (chunks - 1) * samples + b)
-        first = tl.where(trusted, first, 0)
+        first_step = tl.where(trusted, first_step, 0)
         end = tl.where(trusted, end, tl.where(pair < samples, length, 0))
         tl.store(distrusted, 1, mask=trusted == 0)
     n: tl.constexpr = 2 * H if K == 4 else H
@@ -213,20 +213,20 @@ def sweep(
     h = _numbers(after, start * n, H, P)
     c = _numbers(after, start * n + H, H, P) if K == 4 else h
     u = _stacked(hidden, K, S, H, P)
-    for back in tl.range(1, (end - first + 1).to(tl.int32), num_stages=STAGES):
+    for back in tl.range(1, (end - first_step + 1).to(tl.int32), num_stages=STAGES):
         at = (end - back) * samples + b
         if LOSSES:
             h += _numbers(dy, at * H, H, P)
         slopes = tl.load(gates + at * K * H + gate, mask=real, other=0.0)
-        own = h
+        inner_slope = h
         kept = h
         if K > 1:
-            own = _numbers(inner, at * H, H, P)
+            inner_slope = _numbers(inner, at * H, H, P)
             kept = _numbers(keep, at * H, H, P)
         if STAGES == 1:  # several threads may read a number that one overwrites
             tl.debug_barrier()
         if K == 4:
-            d = c + h * own
+            d = c + h * inner_slope
             c = d * kept
             a = tl.where(k == 3, h[None, :], d[None, :]) * slopes
         else:
@@ -236,7 +236,7 @@ def sweep(
             u = _stacked(hidden, K, S, H, P)
         new = tl.sum(tl.reshape(a, (S * P,))[:, None] * u, 0)
         if K == 3:
-            tl.store(inner + at * H + j, h * own, mask=fits)
+            tl.store(inner + at * H + j, h * inner_slope, mask=fits)
             new += h * kept
         h = new
     if tl.program_id(0) < samples:

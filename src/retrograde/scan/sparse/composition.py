@@ -83,8 +83,8 @@ def matrix_of(path: Path, make: Maker) -> Any:
     """Return the Jacobian of a path, by ``@`` and ``+`` of its layers' matrices."""
     if isinstance(path, LayerJacobian):
         return make(path)
-    parts = (matrix_of(each, make) for each in path.paths)
-    return reduce(add if path.added else matmul, parts)
+    matrices = (matrix_of(each, make) for each in path.paths)
+    return reduce(add if path.added else matmul, matrices)
 
 
 def apply_path(path: Path, make: Maker, gradient: object) -> Any:
@@ -102,12 +102,12 @@ def observe(layer: nn.Module, x: Tensor) -> tuple[Tensor, Path]:
     """Run a layer on x, (samples, …), and return the output and the path of its Jacobian. The
     output is differentiable in x, which must require a gradient. Raises ScanError if a layer has no
     rule or couples samples."""
-    parts, own = parts_of(layer), "forward" not in vars(layer)
-    if parts is not None:
-        run = partial(observe, parts)
-    elif isinstance(layer, Residual) and type(layer).forward is Residual.forward and own:
+    known_layers, plain, layer_type = parts_of(layer), "forward" not in vars(layer), type(layer)
+    if known_layers is not None:
+        run = partial(observe, known_layers)
+    elif isinstance(layer, Residual) and layer_type.forward is Residual.forward and plain:
         run = partial(_observe_sum, layer)
-    elif isinstance(layer, nn.Sequential) and type(layer).forward is nn.Sequential.forward and own:
+    elif isinstance(layer, nn.Sequential) and layer_type.forward is nn.Sequential.forward and plain:
         run = partial(_observe_turns, layer)
     else:
         run = partial(_observe_piece, layer, rule_of(layer))
@@ -115,9 +115,9 @@ def observe(layer: nn.Module, x: Tensor) -> tuple[Tensor, Path]:
 
 
 def _observe_sum(block: Residual, x: Tensor) -> tuple[Tensor, Path]:
-    y, one = observe(block.layers, x)
-    z, other = observe(block.shortcut, x)
-    return y + z, Joined([one, other], added=True)
+    y, layers_path = observe(block.layers, x)
+    z, shortcut_path = observe(block.shortcut, x)
+    return y + z, Joined([layers_path, shortcut_path], added=True)
 
 
 def _observe_turns(layers: nn.Sequential, x: Tensor) -> tuple[Tensor, Path]:

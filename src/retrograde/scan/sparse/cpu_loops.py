@@ -8,8 +8,8 @@ The loops ``…_lanes`` compute eight samples at a time, as one vector. Of the s
 ``left`` exist. The loops ``…_one`` are for one sample, and compute one number at a time.
 
 The loops ``kron``, ``find_columns`` and ``land`` are over patterns alone. Row i has the columns
-``indices[indptr[i] : indptr[i + 1]]``, ascending. Loops with ``first`` and ``last`` take the rows
-first … last − 1, so that threads can share them.
+``indices[indptr[i] : indptr[i + 1]]``, ascending. Loops with ``top`` and ``bottom`` take the rows
+top … bottom − 1, so that threads can share them.
 """
 
 from typing import Any
@@ -26,17 +26,17 @@ _Indices = NDArray[np.signedinteger[Any]]
 @compiled  # type: ignore[untyped-decorator]
 def multiply_lanes(
     a_ptr: _Ints, a_of: _Ints, a: Reals, a_wide: int, b_ptr: _Ints, b_of: _Ints, b: Reals,
-    b_wide: int, c_ptr: _Ints, c_of: _Ints, c: Reals, samples: int, columns: int, first: int,
-    last: int,
+    b_wide: int, c_ptr: _Ints, c_of: _Ints, c: Reals, samples: int, columns: int, top: int,
+    bottom: int,
 ) -> None:  # fmt: skip
-    """Write rows first … last − 1 of a·b to ``c``, whose pattern is known. If ``c_ptr`` is empty,
+    """Write rows top … bottom − 1 of a·b to ``c``, whose pattern is known. If ``c_ptr`` is empty,
     ``c`` is a full matrix."""
     sums = np.empty(columns * LANES, c.dtype)
     zero = like(load(sums, 0, LANES), 0)
     whole = len(c_ptr) == 0
     for at in range(0, samples, LANES):
         left = samples - at
-        for i in range(first, last):
+        for i in range(top, bottom):
             if a_ptr[i + 1] == a_ptr[i] + 1 and not whole:  # a row of b, scaled
                 p = a_ptr[i]
                 x = load(a, p * a_wide + at, left) if a_wide > 1 else spread(a, p)
@@ -68,11 +68,11 @@ def multiply_lanes(
 @compiled  # type: ignore[untyped-decorator]
 def multiply_one(
     a_ptr: _Ints, a_of: _Ints, a: Reals, b_ptr: _Ints, b_of: _Ints, b: Reals, c_ptr: _Ints,
-    c_of: _Ints, c: Reals, columns: int, first: int, last: int,
+    c_of: _Ints, c: Reals, columns: int, top: int, bottom: int,
 ) -> None:  # fmt: skip
     """Write rows of a·b to ``c`` for one sample."""
     sums, whole = np.empty(columns, c.dtype), len(c_ptr) == 0
-    for i in range(first, last):
+    for i in range(top, bottom):
         if a_ptr[i + 1] == a_ptr[i] + 1 and not whole:  # a row of b, scaled
             p = a_ptr[i]
             to = c_ptr[i] - b_ptr[a_of[p]]
@@ -96,30 +96,30 @@ def multiply_one(
 
 @compiled  # type: ignore[untyped-decorator]
 def sparse_times_full(
-    ptr: _Ints, of: _Ints, a: Reals, b: Reals, out: Reals, rows: int, columns: int, first: int,
-    last: int,
+    ptr: _Ints, of: _Ints, a: Reals, b: Reals, out: Reals, rows: int, columns: int, top: int,
+    bottom: int,
 ) -> None:  # fmt: skip
     """Write rows of a·b to ``out`` (S, rows · columns), where ``b`` is full. The rows of all
     samples are numbered consecutively. ``a`` (S, nnz) and ``b`` have one row if all samples share
     it. The columns take the place of samples."""
-    for row in range(first, last):
-        i, own = row // rows, row % rows
+    for row in range(top, bottom):
+        i, sample_row = row // rows, row % rows
         x, y = a[i % len(a)], b[i % len(b)]
-        apply_lanes(ptr, of, x, 1, y, columns, out[i], own, own + 1)
+        apply_lanes(ptr, of, x, 1, y, columns, out[i], sample_row, sample_row + 1)
 
 
 @compiled  # type: ignore[untyped-decorator]
 def full_times_sparse(
-    ptr: _Ints, of: _Ints, a: Reals, b: Reals, out: Reals, rows: int, columns: int, first: int,
-    last: int,
+    ptr: _Ints, of: _Ints, a: Reals, b: Reals, out: Reals, rows: int, columns: int, top: int,
+    bottom: int,
 ) -> None:  # fmt: skip
     """Do the same where ``a`` is full. The rows take the place of samples, each of one row."""
     inner = len(ptr) - 1
     ends, each = np.zeros(2, np.int32), np.arange(inner).astype(np.int32)
     ends[1], none = inner, ends[:0]
-    while first < last:
-        i, row = first // rows, first % rows
-        end = min(rows, row + last - first)
+    while top < bottom:
+        i, row = top // rows, top % rows
+        end = min(rows, row + bottom - top)
         part = a[i % len(a)].reshape(rows, inner)[row:end]
         turned = np.ascontiguousarray(part.T).reshape(-1)
         product = np.empty((columns, end - row), out.dtype)
@@ -128,16 +128,16 @@ def full_times_sparse(
             product.reshape(-1), end - row, columns, 0, 1,
         )  # fmt: skip
         out[i].reshape(rows, columns)[row:end] = product.T
-        first += end - row
+        top += end - row
 
 
 @compiled  # type: ignore[untyped-decorator]
 def scale_lanes(
     ptr: _Ints, of: _Ints, x: Reals, x_wide: int, d: Reals, d_wide: int, by_column: bool, c: Reals,
-    samples: int, first: int, last: int,
+    samples: int, top: int, bottom: int,
 ) -> None:  # fmt: skip
-    """Write diag(d)·x, or x·diag(d) if ``by_column``, to ``c`` for rows first … last − 1."""
-    for i in range(first, last):
+    """Write diag(d)·x, or x·diag(d) if ``by_column``, to ``c`` for rows top … bottom − 1."""
+    for i in range(top, bottom):
         for p in range(ptr[i], ptr[i + 1]):
             k = of[p] if by_column else i
             for at in range(0, samples, LANES):
@@ -149,21 +149,21 @@ def scale_lanes(
 
 @compiled  # type: ignore[untyped-decorator]
 def scale_one(
-    ptr: _Ints, of: _Ints, x: Reals, d: Reals, by_column: bool, c: Reals, first: int, last: int
+    ptr: _Ints, of: _Ints, x: Reals, d: Reals, by_column: bool, c: Reals, top: int, bottom: int
 ) -> None:
     """Write diag(d)·x, or x·diag(d) if ``by_column``, to ``c`` for one sample."""
-    for i in range(first, last):
+    for i in range(top, bottom):
         for p in range(ptr[i], ptr[i + 1]):
             c[p] = x[p] * d[of[p] if by_column else i]
 
 
 @compiled  # type: ignore[untyped-decorator]
 def apply_lanes(
-    ptr: _Ints, of: _Ints, a: Reals, a_wide: int, x: Reals, samples: int, out: Reals, first: int,
-    last: int,
+    ptr: _Ints, of: _Ints, a: Reals, a_wide: int, x: Reals, samples: int, out: Reals, top: int,
+    bottom: int,
 ) -> None:  # fmt: skip
     """Write rows of a·x to ``out`` (rows, S), for x (columns, S)."""
-    for i in range(first, last):
+    for i in range(top, bottom):
         for at in range(0, samples, LANES):
             left = samples - at
             total = like(load(out, i * samples + at, left), 0)
@@ -178,9 +178,9 @@ def apply_lanes(
 
 
 @compiled  # type: ignore[untyped-decorator]
-def apply_one(ptr: _Ints, of: _Ints, a: Reals, x: Reals, out: Reals, first: int, last: int) -> None:
+def apply_one(ptr: _Ints, of: _Ints, a: Reals, x: Reals, out: Reals, top: int, bottom: int) -> None:
     """Write rows of a·x to ``out`` for one sample."""
-    for i in range(first, last):
+    for i in range(top, bottom):
         total = out.dtype.type(0)
         for p in range(ptr[i], ptr[i + 1]):
             total += a[p] * x[of[p]]
@@ -188,21 +188,21 @@ def apply_one(ptr: _Ints, of: _Ints, a: Reals, x: Reals, out: Reals, first: int,
 
 
 @compiled  # type: ignore[untyped-decorator]
-def take(x: Reals, places: _Ints, out: Reals, first: int, last: int) -> None:
+def take(x: Reals, places: _Ints, out: Reals, first_entry: int, last_entry: int) -> None:
     """Write x at ``places`` to ``out``."""
-    for p in range(first, last):
+    for p in range(first_entry, last_entry):
         out[p] = x[places[p]]
 
 
 @compiled  # type: ignore[untyped-decorator]
 def kron(
     left_ptr: _Indices, left: _Indices, right_ptr: _Indices, right: _Indices, scale: int,
-    out: _Indices, first: int, last: int,
+    out: _Indices, top: int, bottom: int,
 ) -> None:  # fmt: skip
-    """Write left·scale + right to ``out`` for the entries of a Kronecker product. The rows first …
-    last − 1 are those of the left factor."""
+    """Write left·scale + right to ``out`` for the entries of a Kronecker product. The rows top …
+    bottom − 1 are those of the left factor."""
     right_rows, total = len(right_ptr) - 1, right_ptr[-1]
-    for i in range(first, last):
+    for i in range(top, bottom):
         at = left_ptr[i] * total
         for j in range(right_rows):
             for p in range(left_ptr[i], left_ptr[i + 1]):
@@ -215,12 +215,12 @@ def kron(
 @compiled  # type: ignore[untyped-decorator]
 def find_columns(
     left_ptr: _Indices, left: _Indices, right_ptr: _Indices, right: _Indices, columns: int,
-    ptr: _Indices, indices: _Indices, first: int, last: int,
+    ptr: _Indices, indices: _Indices, top: int, bottom: int,
 ) -> None:  # fmt: skip
     """Write the columns of each row i of a product to ``indices`` from ``ptr[i]`` on, ascending. If
     ``indices`` is empty, they are counted instead, into ``ptr[i + 1]``."""
     counting, seen = len(indices) == 0, np.full(columns, -1, np.int32)
-    for i in range(first, last):
+    for i in range(top, bottom):
         begin = 0 if counting else ptr[i]
         at = begin
         for p in range(left_ptr[i], left_ptr[i + 1]):

@@ -178,14 +178,14 @@ def multiplied(left: Factor, right: Factor, most: int = MOST_ENTRIES) -> Factor:
     from retrograde.kernels.cpu.llvm.threads import ranges, share
     from retrograde.scan.sparse.cpu_loops import find_columns
 
-    parts = ranges(left.rows, left.rows)
+    row_ranges = ranges(left.rows, left.rows)
     arrays = left.indptr, left.indices, right.indptr, right.indices, right.columns
     indptr, indices = np.zeros(left.rows + 1, np.int64), np.empty(0, np.int32)
-    share(find_columns, parts, *arrays, indptr, indices)
+    share(find_columns, row_ranges, *arrays, indptr, indices)
     np.cumsum(indptr, out=indptr)
     _check_entries(int(indptr[-1]), (left.rows, right.columns), most)
     indices = np.empty(indptr[-1], np.int32)
-    share(find_columns, parts, *arrays, indptr, indices)
+    share(find_columns, row_ranges, *arrays, indptr, indices)
     return from_arrays(indptr, indices, (left.rows, right.columns))
 
 

@@ -91,8 +91,8 @@ def split_of(
         cost: FLOPs of a ⊙ b; by default, as computed.
         lists: whether the terms of products are listed, see :class:`Ledger`.
     """
-    own, products = ledger_of(paths, itemsize, lists), Ledger(itemsize, lists, max(1, room // 16))
-    make = outlines(samples, products)
+    products = Ledger(itemsize, lists, max(1, room // 16))
+    make, jacobians = outlines(samples, products), ledger_of(paths, itemsize, lists)
     elements = [
         Vector(torch.empty(outputs, device="meta")),
         *(_element(path, make) for path in reversed(paths)),
@@ -104,7 +104,7 @@ def split_of(
     except TooManyEntriesError as error:
         problem = str(error)
     vectors = itemsize * samples * (outputs + sum(path.shape[0] for path in paths))
-    fixed = own.bytes_for(samples) + products.shared + vectors
+    fixed = jacobians.bytes_for(samples) + products.shared + vectors
     each = products.each + products.largest
     fits = samples if not each else min(samples, max(0, room - fixed) // each)
     if problem or fixed > room:
@@ -124,7 +124,7 @@ def scan_gradients(
     values = {piece: piece.csr(dy) for step in steps for piece in step.path.pieces()}
     shapes = [*(step.x.shape for step in steps), dy.shape]
     flat = dy.flatten(1)
-    parts: list[list[Tensor]] = []
+    scans: list[list[Tensor]] = []
     for start in range(0, len(dy), samples):
         which = slice(start, min(start + samples, len(dy)))
 
@@ -133,8 +133,8 @@ def scan_gradients(
 
         elements = [Vector(flat[which]), *(_element(step.path, make) for step in reversed(steps))]
         _, *scanned = hybrid([*elements, UNREAD], levels=levels)
-        parts.append([vector.data for vector in reversed(scanned)])
-    joined = parts[0] if len(parts) == 1 else [torch.cat(part) for part in zip(*parts, strict=True)]
+        scans.append([vector.data for vector in reversed(scanned)])
+    joined = scans[0] if len(scans) == 1 else [torch.cat(part) for part in zip(*scans, strict=True)]
     if levels and not bool(torch.stack([g.isfinite().all() for g in joined]).all()):
         warnings.warn(_NOT_FINITE, RuntimeWarning, stacklevel=2)
         return scan_gradients(steps, dy, 0, samples)

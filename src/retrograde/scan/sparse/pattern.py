@@ -153,10 +153,10 @@ class Pattern(OnDevices):
             )
         # The factor that may be the result keeps the plan, so nothing outlives both factors.
         scales = self.kind == "diagonal"
-        known, other = (right._scaled, self) if scales else (self._products, right)
-        plan = known.get(other)
+        plans, other = (right._scaled, self) if scales else (self._products, right)
+        plan = plans.get(other)
         if plan is None:
-            plan = known[other] = Product(self, right, most)
+            plan = plans[other] = Product(self, right, most)
         return plan
 
     def union(self, other: "Pattern") -> "Union":
@@ -179,8 +179,8 @@ class Pattern(OnDevices):
 
     def forget(self) -> None:
         """Drop the kept products and unions; they are made again on use."""
-        for known in (self._products, self._scaled, self._unions):
-            known.clear()  # type: ignore[attr-defined]
+        for cache in (self._products, self._scaled, self._unions):
+            cache.clear()  # type: ignore[attr-defined]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Pattern, self.factors  # plans are not sent
@@ -270,11 +270,11 @@ def aligned(left: tuple[Factor, ...], right: tuple[Factor, ...]) -> list[tuple[F
     if b.rows == 1:
         return [(identity(1), b), *aligned(left, (*theirs,))]
     if a.columns > b.rows:
-        parts = a.split(b.rows, at="columns")
-        if parts:
-            return aligned((*parts, *ours), right)
+        factors = a.split(b.rows, at="columns")
+        if factors:
+            return aligned((*factors, *ours), right)
         return aligned(left, (merged((b, theirs[0])), *theirs[1:]))
-    parts = b.split(a.columns, at="rows")
-    if parts:
-        return aligned(left, (*parts, *theirs))
+    factors = b.split(a.columns, at="rows")
+    if factors:
+        return aligned(left, (*factors, *theirs))
     return aligned((merged((a, ours[0])), *ours[1:]), right)

@@ -98,8 +98,8 @@ def parts_of(layer: nn.Module) -> nn.Module | None:
 
 
 def _look_up(layer: nn.Module) -> tuple[Rule | None, Parts | None]:
-    own = "forward" in vars(layer)  # this instance has its own forward pass
-    for ancestor in () if own else type(layer).__mro__:
+    is_patched = "forward" in vars(layer)  # this instance has its own forward pass
+    for ancestor in () if is_patched else type(layer).__mro__:
         if ancestor in _KNOWN and ancestor.forward is type(layer).forward:
             return _KNOWN[ancestor]
     return None, None

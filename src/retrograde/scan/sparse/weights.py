@@ -43,8 +43,8 @@ def known(key: Hashable, make: Callable[[], P]) -> P:
 def count_weights(layers: Iterable[nn.Module]) -> None:
     """Count the weights of layers that are not zero, unless they need not be: the device is waited
     for once, however many layers there are."""
-    own = (getattr(module, "weight", None) for layer in layers for module in layer.modules())
-    weights = [w for w in own if isinstance(w, Tensor) and not _may_be_any(w)]
+    candidates = (getattr(module, "weight", None) for layer in layers for module in layer.modules())
+    weights = [w for w in candidates if isinstance(w, Tensor) and not _may_be_any(w)]
     if weights and len({w.device for w in weights}) == 1:
         counts = torch.stack([torch.count_nonzero(w.detach()) for w in weights]).tolist()
         for weight, count in zip(weights, counts, strict=True):
@@ -85,8 +85,8 @@ def convolution(layer: Any, x: Tensor, y: Tensor) -> LayerJacobian:
 
     def make() -> Weighted:
         bands = [band(*span) for span in zip(sizes, outputs, *windows, strict=True)]
-        own = identity(groups), np.arange(groups, dtype=np.int32)
-        factors, places = zip(own, _all_with_all(*channels), *bands, strict=True)
+        of_groups = identity(groups), np.arange(groups, dtype=np.int32)
+        factors, places = zip(of_groups, _all_with_all(*channels), *bands, strict=True)
         return Weighted(factors, places, (groups, prod(channels), *layer.kernel_size))
 
     key = "convolution", sizes, outputs, *windows, *channels, groups

@@ -41,21 +41,21 @@ def parts_of_units(samples: int, size: int, gates: int, threads: int = 0) -> int
 
 
 @functools.cache
-def bounds_of_units(size: int, parts: int) -> tuple[Counts, int]:
+def bounds_of_units(size: int, part_count: int) -> tuple[Counts, int]:
     """Return where the parts of H units begin and end, and how many units the largest has. All ends
     but the last are whole vectors."""
     vectors = -(-size // LANES)
-    bounds = np.array([*(LANES * (vectors * part // parts) for part in range(parts)), size])
+    bounds = np.array([*(vectors * part // part_count * LANES for part in range(part_count)), size])
     return bounds, int(np.diff(bounds).max())
 
 
-def share_or_meet(loop: Callable[..., None], samples: list[Range], parts: int, *args: Any) -> None:
-    """Call ``loop(*args, by_units, meeting, *part)`` for ranges of samples, or parts of units. It
-    is for units if there are several ``parts``."""
-    if parts > 1:
-        meeting = np.array([0, parts, _address_of_yield()])
-        every = [(number, number + 1) for number in range(parts)]
-        share(loop, every, *args, True, meeting, alone=(0, parts))
+def share_or_meet(loop: Callable[..., None], samples: list[Range], many: int, *args: Any) -> None:
+    """Call ``loop(*args, by_units, meeting, *part)`` for ranges of samples, or for
+    ``many`` parts of units if these are several."""
+    if many > 1:
+        meeting = np.array([0, many, _address_of_yield()])
+        every = [(number, number + 1) for number in range(many)]
+        share(loop, every, *args, True, meeting, alone=(0, many))
     else:
         share(loop, samples, *args, False, NOBODY)
 

@@ -40,8 +40,8 @@ class Dual(types.Type):  # type: ignore[misc]
 class _DualModel(models.PrimitiveModel):  # type: ignore[misc]
     def __init__(self, manager: Any, dual: Dual) -> None:
         vector = vector_of(manager.lookup(dual.dtype).get_value_type())
-        parts = ir.LiteralStructType([vector] * (1 + len(dual.by)))
-        super().__init__(manager, dual, parts)  # type: ignore[no-untyped-call]
+        layout = ir.LiteralStructType([vector] * (1 + len(dual.by)))
+        super().__init__(manager, dual, layout)  # type: ignore[no-untyped-call]
 
 
 def _made(dtype: Kind, by: tuple[int, ...]) -> Kind:
@@ -55,8 +55,8 @@ def _open(
     if isinstance(kind, Lanes):
         return value, {}
     if isinstance(kind, Dual):
-        parts = [builder.extract_value(value, k) for k in range(1 + len(kind.by))]
-        return parts[0], dict(zip(kind.by, parts[1:], strict=True))
+        vectors = [builder.extract_value(value, k) for k in range(1 + len(kind.by))]
+        return vectors[0], dict(zip(kind.by, vectors[1:], strict=True))
     return broadcast(builder, context.cast(builder, value, kind, dtype)), {}
 
 
@@ -85,8 +85,8 @@ def _operator(of: Callable[..., object], rule: Rule) -> None:
             ]
             vector, factors = rule(builder, opened[0][0], opened[1][0])
             slopes: Slopes = {}
-            for (_, own), factor in zip(opened, factors, strict=True):
-                for k, slope in own.items():
+            for (_, derivatives), factor in zip(opened, factors, strict=True):
+                for k, slope in derivatives.items():
                     term = slope if factor is None else _times(builder, factor, slope)
                     slopes[k] = _plus(builder, slopes[k], term) if k in slopes else term
             return _close(builder, outcome, vector, slopes)
@@ -94,9 +94,9 @@ def _operator(of: Callable[..., object], rule: Rule) -> None:
         return outcome(a, b), code
 
     def choose(a, b):  # type: ignore[no-untyped-def] # numba compares argument names
-        known = all(isinstance(t, Lanes | Dual | types.Number) for t in (a, b))
+        supported = all(isinstance(t, Lanes | Dual | types.Number) for t in (a, b))
         plain = all(isinstance(t, types.Number) for t in (a, b))
-        return None if plain or not known else lambda a, b: operation(a, b)
+        return None if plain or not supported else lambda a, b: operation(a, b)
 
     overload(of)(choose)
 
@@ -128,17 +128,17 @@ _operator(operator.truediv, _divided)
 def _function(
     of: Callable[..., object], write: Callable[..., Value], slope: Callable[..., Value]
 ) -> None:
-    """Let numba compile a function of a vector or a dual. ``slope(builder, x, y, one)`` returns the
-    derivative of the result y."""
+    """Let numba compile a function of a vector or a dual. ``slope(builder, x, y, ones)`` returns
+    the derivative of the result y."""
 
     @intrinsic
     def operation(_: object, x: Kind) -> Written:
         def code(context: Target, builder: Builder, signature: Signature, args: Args) -> Value:
             vector, slopes = _open(context, builder, x, args[0], x.dtype)
-            zero, one = (ir.Constant(vector.type, [n] * lanes.LANES) for n in (0.0, 1.0))
-            mapped = write(builder, vector, zero, one)
+            zeros, ones = (ir.Constant(vector.type, [n] * lanes.LANES) for n in (0.0, 1.0))
+            mapped = write(builder, vector, zeros, ones)
             if slopes:
-                factor = slope(builder, vector, mapped, one)
+                factor = slope(builder, vector, mapped, ones)
                 slopes = {k: _times(builder, factor, part) for k, part in slopes.items()}
             return _close(builder, x, mapped, slopes)
 
@@ -150,26 +150,26 @@ def _function(
     overload(of)(choose)
 
 
-def _of_tanh(b: Builder, x: Value, y: Value, one: Value) -> Value:
-    return b.fsub(one, _times(b, y, y), flags=_CONTRACT)
+def _of_tanh(b: Builder, x: Value, y: Value, ones: Value) -> Value:
+    return b.fsub(ones, _times(b, y, y), flags=_CONTRACT)
 
 
-def _of_relu(b: Builder, x: Value, y: Value, one: Value) -> Value:
-    return lanes.one_above.write(b, x, ir.Constant(x.type, [0.0] * lanes.LANES), one)
+def _of_relu(b: Builder, x: Value, y: Value, ones: Value) -> Value:
+    return lanes.one_above.write(b, x, ir.Constant(x.type, [0.0] * lanes.LANES), ones)
 
 
-_function(torch.sigmoid, lanes.sigmoid.write, lambda b, x, y, one: _times(b, y, b.fsub(one, y)))
+_function(torch.sigmoid, lanes.sigmoid.write, lambda b, x, y, ones: _times(b, y, b.fsub(ones, y)))
 _function(torch.tanh, lanes.tanh.write, _of_tanh)
 _function(torch.relu, lanes.positive.write, _of_relu)
-_function(operator.neg, lambda b, x, zero, one: b.fneg(x), lambda b, x, y, one: b.fneg(one))
+_function(operator.neg, lambda b, x, zeros, ones: b.fneg(x), lambda b, x, y, ones: b.fneg(ones))
 
 
 @intrinsic
 def _heaviside(_: object, x: Kind, at_zero: Kind) -> Written:
     def code(context: Target, builder: Builder, signature: Signature, args: Args) -> Value:
-        zero, one = (ir.Constant(args[0].type, [n] * lanes.LANES) for n in (0.0, 1.0))
-        step = builder.select(builder.fcmp_ordered(">", args[0], zero), one, zero)
-        return builder.select(builder.fcmp_ordered("==", args[0], zero), args[1], step)
+        zeros, ones = (ir.Constant(args[0].type, [n] * lanes.LANES) for n in (0.0, 1.0))
+        step = builder.select(builder.fcmp_ordered(">", args[0], zeros), ones, zeros)
+        return builder.select(builder.fcmp_ordered("==", args[0], zeros), args[1], step)
 
     return x(x, at_zero), code
 
@@ -203,8 +203,8 @@ def seeded(_: object, vectors: Kind) -> Written:
         duals = []
         for k, dual in enumerate(kinds):
             vector = builder.extract_value(args[0], k)
-            one = ir.Constant(vector.type, [1.0] * lanes.LANES)
-            duals.append(_close(builder, dual, vector, {k: one}))
+            ones = ir.Constant(vector.type, [1.0] * lanes.LANES)
+            duals.append(_close(builder, dual, vector, {k: ones}))
         return context.make_tuple(builder, signature.return_type, duals)
 
     return types.Tuple(kinds)(vectors), code

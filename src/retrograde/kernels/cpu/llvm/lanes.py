@@ -108,8 +108,8 @@ def broadcast(builder: Builder, number: Value) -> Value:
     """Write the code of a vector that has ``number`` in every lane."""
     place = ir.IntType(32)
     undefined = ir.Constant(vector_of(number.type), ir.Undefined)
-    first = builder.insert_element(undefined, number, place(0))
-    return builder.shuffle_vector(first, first, _constant(vector_of(place), 0))
+    inserted = builder.insert_element(undefined, number, place(0))
+    return builder.shuffle_vector(inserted, inserted, _constant(vector_of(place), 0))
 
 
 def _at(
@@ -277,15 +277,15 @@ def quotient(_: object, a: Kind, b: Kind) -> Written:
     """Return a / b, and 0 where b is 0."""
 
     def code(context: Target, builder: Builder, signature: Signature, args: Args) -> Value:
-        zero = _constant(args[0].type, 0.0)
+        zeros = _constant(args[0].type, 0.0)
         ratio = builder.fdiv(*args)
-        return builder.select(builder.fcmp_ordered("==", args[1], zero), zero, ratio)
+        return builder.select(builder.fcmp_ordered("==", args[1], zeros), zeros, ratio)
 
     return a(a, b), code
 
 
 def _of_a_vector(write: Callable[[Builder, Value, Value, Value], Value]) -> Any:
-    """Return a function of a vector x, whose code ``write(builder, x, zero, one)`` writes."""
+    """Return a function of a vector x, whose code ``write(builder, x, zeros, ones)`` writes."""
 
     @intrinsic
     def operation(_: object, x: Kind) -> Written:
@@ -300,32 +300,32 @@ def _of_a_vector(write: Callable[[Builder, Value, Value, Value], Value]) -> Any:
 
 
 @_of_a_vector
-def positive(builder: Builder, x: Value, zero: Value, one: Value) -> Value:
+def positive(builder: Builder, x: Value, zeros: Value, ones: Value) -> Value:
     """Write the code of max(x, 0); a NaN stays a NaN."""
-    return builder.select(builder.fcmp_ordered("<=", x, zero), zero, x)
+    return builder.select(builder.fcmp_ordered("<=", x, zeros), zeros, x)
 
 
 @_of_a_vector
-def one_above(builder: Builder, x: Value, zero: Value, one: Value) -> Value:
+def one_above(builder: Builder, x: Value, zeros: Value, ones: Value) -> Value:
     """Write the code of the slope of :func:`positive`: 1 where x > 0 or x is NaN, else 0."""
-    return builder.select(builder.fcmp_ordered("<=", x, zero), zero, one)
+    return builder.select(builder.fcmp_ordered("<=", x, zeros), zeros, ones)
 
 
 @_of_a_vector
-def sigmoid(builder: Builder, x: Value, zero: Value, one: Value) -> Value:
+def sigmoid(builder: Builder, x: Value, zeros: Value, ones: Value) -> Value:
     """Write the code of 1 / (1 + e^{−x}), as 1 or e^{−|x|} over 1 + e^{−|x|}."""
-    less = builder.fcmp_ordered("<", x, zero)
+    less = builder.fcmp_ordered("<", x, zeros)
     _, e = _exponential(builder, builder.select(less, x, builder.fneg(x)))
-    return builder.fdiv(builder.select(less, e, one), builder.fadd(one, e))
+    return builder.fdiv(builder.select(less, e, ones), builder.fadd(ones, e))
 
 
 @_of_a_vector
-def tanh(builder: Builder, x: Value, zero: Value, one: Value) -> Value:
+def tanh(builder: Builder, x: Value, zeros: Value, ones: Value) -> Value:
     """Write the code of (1 − e^{−2|x|}) / (1 + e^{−2|x|}), with the sign of x."""
-    less = builder.fcmp_ordered("<", x, zero)
+    less = builder.fcmp_ordered("<", x, zeros)
     twice = builder.fadd(x, x)
     less_one, e = _exponential(builder, builder.select(less, twice, builder.fneg(twice)))
-    negative = builder.fdiv(less_one, builder.fadd(one, e))  # tanh of −|x|
+    negative = builder.fdiv(less_one, builder.fadd(ones, e))  # tanh of −|x|
     return builder.select(less, negative, builder.fneg(negative))
 
 

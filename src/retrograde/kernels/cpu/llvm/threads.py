@@ -157,8 +157,8 @@ def _lent(builder: Builder, kind: Kind, value: Value) -> Value:
     if isinstance(kind, types.Array):
         return builder.insert_value(value, ir.Constant(value.type.elements[0], None), 0)
     for k in range(len(kind) if isinstance(kind, types.BaseTuple) else 0):
-        own = _lent(builder, kind[k], builder.extract_value(value, k))
-        value = builder.insert_value(value, own, k)
+        lent = _lent(builder, kind[k], builder.extract_value(value, k))
+        value = builder.insert_value(value, lent, k)
     return value
 
 
@@ -190,9 +190,9 @@ def _in_team(
         thread = ir.Function(builder.module, of_thread, builder.module.get_unique_name("thread"))
         thread.linkage = "internal"
         b = ir.IRBuilder(thread.append_basic_block())
-        own = b.bitcast(thread.args[0], layout.as_pointer())
-        places = [cgutils.gep_inbounds(b, own, 0, k) for k in range(len(fields))]
-        _, _, all_rows, first, address, *loaded = (b.load(place) for place in places)
+        received = b.bitcast(thread.args[0], layout.as_pointer())
+        places = [cgutils.gep_inbounds(b, received, 0, k) for k in range(len(fields))]
+        _, _, all_rows, table_start, address, *loaded = (b.load(place) for place in places)
         begin, end = (cgutils.alloca_once_value(b, value) for value in (word(0), all_rows))
         with b.if_then(cgutils.is_not_null(b, address)):
             many = b.sub(all_rows, word(1))
@@ -206,7 +206,7 @@ def _in_team(
         number = b.atomic_rmw("add", places[0], word(1), "monotonic")
         b.cbranch(b.icmp_signed("<", number, b.load(end)), work, done)
         b.position_at_end(work)
-        row = b.gep(first, [b.mul(b.add(number, b.load(begin)), word(numbers))])
+        row = b.gep(table_start, [b.mul(b.add(number, b.load(begin)), word(numbers))])
         part = [b.load(b.gep(row, [word(k)])) for k in range(numbers)]
         compilation = loop.dispatcher.get_compile_result(called)
         context.active_code_library.add_linking_library(compilation.library)
@@ -247,6 +247,6 @@ def _entry() -> tuple[int, int]:
             functions = library.GOMP_parallel, library.omp_get_num_threads
         except (OSError, AttributeError):
             continue
-        start, members = (ctypes.cast(one, ctypes.c_void_p).value or 0 for one in functions)
+        start, members = (ctypes.cast(entry, ctypes.c_void_p).value or 0 for entry in functions)
         return start, members
     return 0, 0

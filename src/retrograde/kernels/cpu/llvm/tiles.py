@@ -148,14 +148,14 @@ def panels(*matrices: Tensor) -> Tensor:
     is contiguous, so it stays in the nearest cache while rows are multiplied by it."""
     count, rows = -(-max(u[0].numel() for u in matrices) // PANEL), len(matrices[0])
     copies = matrices[0].new_empty(len(matrices), count, rows * PANEL)
-    for matrix, own in zip(matrices, copies.numpy(), strict=True):
+    for matrix, copy in zip(matrices, copies.numpy(), strict=True):
         u = matrix if matrix.dim() == 2 else matrix.permute(1, 2, 0).flatten(0, 1).t()
         turned = u.stride(1) > u.stride(0)
         source = (u.t() if turned else u).detach()
         source = source if source.stride(1) == 1 else source.contiguous()
         stride, columns = source.stride(0), u.shape[1]
         flat = source.as_strided(((len(source) - 1) * stride + source.shape[1],), (1,)).numpy()
-        for p, panel in enumerate(own):
+        for p, panel in enumerate(copy):
             at = p * PANEL * (stride if turned else 1)
             pack(flat, at, stride, turned, rows, columns - p * PANEL, panel)
         del u, source, flat  # before the next copy is made
@@ -217,17 +217,17 @@ def _tile(
 
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def _dots(
-    _: object, a: Kind, at: Kind, w: Kind, first: Kind, out: Kind, to: Kind, width: Kind,
+    _: object, a: Kind, at: Kind, w: Kind, row: Kind, out: Kind, to: Kind, width: Kind,
     rows: Kind, columns: Kind,
 ) -> Written:  # fmt: skip
     """Add one tile of a @ wᵀ to ``out``. Its rows are ``rows`` ones of ``a``, from ``at`` on. Its
-    columns are ``columns`` rows of ``w`` (N, 1, terms), from number ``first`` on. Both are literal
+    columns are ``columns`` rows of ``w`` (N, 1, terms), from number ``row`` on. Both are literal
     numbers."""
 
     def write(tile: "_Tile", args: Any, sizes: list[Value]) -> None:
         tile.add_dots(args[7:], args[1], args[3], args[5:7], sizes[2])
 
-    return _code_of(write, (a, at, w, first, out, to, width, rows, columns), (0, 2, 4))
+    return _code_of(write, (a, at, w, row, out, to, width, rows, columns), (0, 2, 4))
 
 
 def _code_of(
@@ -239,9 +239,9 @@ def _code_of(
     shape = [kind.literal_value for kind in argument_kinds[-2:]]
 
     def code(context: Target, builder: Builder, signature: Signature, args: Args) -> Value:
-        own = [context.make_array(signature.args[i])(context, builder, args[i]) for i in arrays]
-        tile = _Tile(builder, [array.data for array in own], argument_kinds[0].dtype.bitwidth // 8)
-        sizes = [builder.extract_value(own[1].shape, i) for i in range(3)]
+        trio = [context.make_array(signature.args[i])(context, builder, args[i]) for i in arrays]
+        tile = _Tile(builder, [array.data for array in trio], argument_kinds[0].dtype.bitwidth // 8)
+        sizes = [builder.extract_value(trio[1].shape, i) for i in range(3)]
         write(tile, [*args[:-2], *shape], sizes)
         return context.get_dummy_value()
 
@@ -253,8 +253,8 @@ def _turn(_: object, u: Kind, at: Kind, stride: Kind, panel: Kind, to: Kind) -> 
     """Transpose LANES vectors of ``u``, ``stride`` apart, into a panel."""
 
     def code(context: Target, builder: Builder, signature: Signature, args: Args) -> Value:
-        own = [context.make_array(signature.args[i])(context, builder, args[i]) for i in (0, 3, 3)]
-        tile = _Tile(builder, [array.data for array in own], u.dtype.bitwidth // 8)
+        trio = [context.make_array(signature.args[i])(context, builder, args[i]) for i in (0, 3, 3)]
+        tile = _Tile(builder, [array.data for array in trio], u.dtype.bitwidth // 8)
         tile.turn(args[1], args[2], args[4])
         return context.get_dummy_value()
 
@@ -286,7 +286,7 @@ class _Tile:
             row, step = b.mul(term, wide), b.mul(term, to_term)
             starts = [self._plus(column, row) for column in columns]
             factors = [self._load(self.u, place, None if vectors else left) for place in starts]
-            return factors, [self._spread(self._plus(first, step)) for first in firsts]
+            return factors, [self._spread(self._plus(base, step)) for base in firsts]
 
         sums = self._sums(rows, len(columns), terms, 1, read)
         last = len(columns) - 1
@@ -311,19 +311,19 @@ class _Tile:
                 arguments = [total, at, ir.IntType(32)(self.item_bytes), mask(b, left)]
                 masked(b, "store", self.vector, ir.VoidType(), arguments)
 
-    def add_dots(self, shape: Shape, at: Value, first: Value, of_out: Args, terms: Value) -> None:
+    def add_dots(self, shape: Shape, at: Value, row: Value, of_out: Args, terms: Value) -> None:
         """Write the code of a tile, with :func:`_dots`'s ``shape`` and places."""
         b, (rows, columns), (to, width) = self.builder, shape, of_out
         places = self._places(to, width, rows, range(columns))
         firsts = [self._plus(at, b.mul(terms, _INDEX(i))) for i in range(rows)]
-        others = [b.mul(self._plus(first, j), terms) for j in range(columns)]
+        others = [b.mul(self._plus(row, j), terms) for j in range(columns)]
 
         left = b.and_(terms, _INDEX(LANES - 1))
         whole = b.sub(terms, left)
 
         def read(term: Value, left: Value = None) -> tuple[list[Value], list[Value]]:
             factors = [self._load(self.u, self._plus(other, term), left) for other in others]
-            return factors, [self._load(self.a, self._plus(one, term), left) for one in firsts]
+            return factors, [self._load(self.a, self._plus(base, term), left) for base in firsts]
 
         sums = self._sums(rows, columns, whole, LANES, read)
         sums = self._sums(rows, columns, left, LANES, lambda _: read(whole, left), sums)
@@ -341,8 +341,8 @@ class _Tile:
         for _ in range(LANES.bit_length() - 1):
             pairs = zip(matrix[:half], matrix[half:], strict=True)
             matrix = [
-                b.shuffle_vector(one, other, ir.Constant(index, order))
-                for one, other in pairs
+                b.shuffle_vector(upper, lower, ir.Constant(index, order))
+                for upper, lower in pairs
                 for order in orders
             ]
         for i, row in enumerate(matrix):
@@ -367,11 +367,11 @@ class _Tile:
             more = b.fmul(others[i], factors[j], flags=("contract",))
             after[i, j] = b.fadd(sums[i, j], more, flags=("contract",))
         following = self._plus(term, step)
-        for value, first, last in [(term, _INDEX(0), following)] + [
+        for value, initial, updated in [(term, _INDEX(0), following)] + [
             (sums[pair], start[pair], after[pair]) for pair in pairs
         ]:
-            value.add_incoming(first, before)
-            value.add_incoming(last, loop)
+            value.add_incoming(initial, before)
+            value.add_incoming(updated, loop)
         b.cbranch(b.icmp_signed("<", following, terms), loop, done)
         b.position_at_end(done)
         totals = {pair: b.phi(self.vector) for pair in pairs}
@@ -397,10 +397,10 @@ class _Tile:
         panels, rest = divmod(vector, VECTORS)
         return self._plus(self.builder.mul(self._plus(panel, panels), to_panel), rest * LANES)
 
-    def _plus(self, *parts: Value | int) -> Value:
-        total, *rest = (_INDEX(part) if isinstance(part, int) else part for part in parts)
-        for part in rest:
-            total = self.builder.add(total, part)
+    def _plus(self, *terms: Value | int) -> Value:
+        total, *rest = (_INDEX(term) if isinstance(term, int) else term for term in terms)
+        for term in rest:
+            total = self.builder.add(total, term)
         return total
 
     def _vector_at(self, pointer: Value, place: Value) -> Value:
