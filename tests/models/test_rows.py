@@ -16,8 +16,8 @@ import retrograde as rg
 from oracles.drawn_changes import read_changed
 from retrograde.models.rows import call_sizes
 from retrograde.models.rows.joint_plan import JointPlan
-from retrograde.models.rows.layer_run import RowForward
 from retrograde.models.rows.rerun import RecomputedCall
+from retrograde.models.rows.row_forward import RowForward
 from retrograde.plan.calls import Part
 from retrograde.units import format_bytes
 
@@ -1218,6 +1218,35 @@ def test_an_exchanged_or_added_chain_of_a_list_is_told_once(k, recwarn):
     model(x).sum().backward()
     told = [str(one.message) for one in recwarn]
     assert [f"layer blocks.{k} was not" in one for one in told if "was not there" in one] == [True]
+
+
+@pytest.mark.parametrize("again", [lambda m: m, copy.deepcopy, pickled], ids=["", "deep", "saved"])
+def test_an_exchanged_recurrent_module_is_told(again, recwarn):
+    class Reading(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.reads, self.head = nn.ModuleList([nn.GRU(8, 8), nn.LSTM(8, 8)]), nn.Linear(8, 2)
+
+        def forward(self, x):
+            for read in self.reads:
+                x, _ = read(x)
+            return self.head(x)
+
+    model, x = Reading(), torch.randn(60, 2, 8)
+    rg.budget(model, "30%", x)
+    model = again(model)
+    model(x).sum().backward()
+    model.reads[0] = rg.GRU(8, 8, memory="20%")  # has a budget of its own
+    model(x).sum().backward()
+    assert not recwarn
+    model.reads[1] = nn.LSTM(8, 8)
+    with pytest.warns(UserWarning, match=r"layer reads.1 was not there when"):
+        model(x).sum().backward()
+    rg.budget(model, None)
+    recwarn.clear()
+    model.reads[0] = nn.GRU(8, 8)
+    model(x).sum().backward()
+    assert not recwarn
 
 
 def test_what_cannot_be_run_again_is_named():

@@ -151,8 +151,8 @@ def timed(plan: Fit, module: nn.RNNBase, inputs: Any, state: Any) -> Fit:
     """Return the plan of a recurrent module with its seconds, and those of torch's own kernels.
     Both are measured. Where torch's own would take much memory, it runs on a part of the steps, or
     on none of a packed batch."""
-    weights, own = stand_ins(last_weights(module)), twin(module)  # none is computed anew
-    ours, theirs = over_weights(own, weights, type(own)), over_weights(own, weights)
+    weights, budgeted = stand_ins(last_weights(module)), twin(module)  # none is computed anew
+    ours, theirs = over_weights(budgeted, weights, type(budgeted)), over_weights(budgeted, weights)
     ours.memory = plan.budget_bytes
     share = min(1.0, _BYTES / plan.ordinary_bytes)
 

@@ -26,7 +26,8 @@ from retrograde.errors import NotExactError, ScanError
 from retrograde.models.rows.arguments import Arguments, alone, made_by, tensors_in, tied
 from retrograde.models.rows.call_sizes import PassMeasurements, Plans, larger
 from retrograde.models.rows.phases import do_most
-from retrograde.models.rows.rerun import Recomputable, RunningPlan
+from retrograde.models.rows.rerun import Recomputable
+from retrograde.models.rows.running_plan import RunningPlan
 from retrograde.models.rows.trials import try_call
 from retrograde.plan.calls import CallSizes, Part, Way, kept_whole, peak_of, seconds_of
 from retrograde.run.core import unsaved
@@ -205,42 +206,42 @@ class Sequential(nn.Sequential):
                 f"memory={self.memory!r} and backward={self.backward!r}: expected a memory and no "
                 "backward; only layers within a budget have a schedule"
             )
-        if (known := self._kind(input := shaped(input, self))) is None:
+        if (measurements := self._kind(input := shaped(input, self))) is None:
             raise NotExactError(_NOTHING)
         wanted = *tensors_in(input), *self.parameters()
-        plan = known.plan(allowed := as_bytes(self.memory, known.ordinary_bytes))
-        seconds, ordinary = known.seconds(allowed)
+        plan = measurements.plan(allowed := as_bytes(self.memory, measurements.ordinary_bytes))
+        seconds, ordinary = measurements.seconds(allowed)
         return ChainFit(
-            names=tuple(unit.name for unit in known.units),
-            sizes=(*known.sizes,),
+            names=tuple(unit.name for unit in measurements.units),
+            sizes=(*measurements.sizes,),
             parts=plan,
             budget_bytes=allowed,
-            minimum_bytes=known.least_bytes,
-            ordinary_bytes=known.ordinary_bytes,
-            peak_bytes=peak_of(known.sizes, plan),
-            beside_bytes=2 * known.sizes[-1].output_bytes + bytes_of_gradients(wanted),
+            minimum_bytes=measurements.least_bytes,
+            ordinary_bytes=measurements.ordinary_bytes,
+            peak_bytes=peak_of(measurements.sizes, plan),
+            beside_bytes=2 * measurements.sizes[-1].output_bytes + bytes_of_gradients(wanted),
             seconds=seconds,
             ordinary_seconds=ordinary,
         )
 
     def _run_within(self, memory: Memory, input: object) -> Any:
         """Return the last layer's output, or None where torch's own pass should run."""
-        if (known := self._kind(input)) is None:
+        if (measurements := self._kind(input)) is None:
             return None
-        plan = known.plan(allowed := as_bytes(memory, known.ordinary_bytes))
-        if known.is_ordinary(plan) and not known.most:
+        plan = measurements.plan(allowed := as_bytes(memory, measurements.ordinary_bytes))
+        if measurements.is_ordinary(plan) and not measurements.most:
             return None
-        row, before, value, made = RunningPlan(plan, known.tied), None, input, list[Tensor | None]()
-        grown = list[str]()
-        for number, unit in enumerate(known.units):
+        row, grown = RunningPlan(plan, measurements.tied), list[str]()
+        before, value, made = None, input, list[Tensor | None]()
+        for number, unit in enumerate(measurements.units):
             arguments = Arguments((value,))
-            with known.watched(number, [self], arguments, made if number else None) as grew:
+            with measurements.watched(number, [self], arguments, made if number else None) as grew:
                 value, before = row.run(number, unit, unit.forward, arguments, made, before)
-                grew += [unit.name] * known.is_whole(number, before, made)
+                grew += [unit.name] * measurements.is_whole(number, before, made)
             made = made_by(value, arguments.leaves if unit.fill is None else ())
             grown += grew
-        if grown and (need := peak_of(known.sizes, plan)) > allowed:
-            warnings.warn(larger(grown[0], need, allowed, known), stacklevel=4)
+        if grown and (need := peak_of(measurements.sizes, plan)) > allowed:
+            warnings.warn(larger(grown[0], need, allowed, measurements), stacklevel=4)
         return value
 
     def _kind(self, input: object) -> PassMeasurements | None:
@@ -285,7 +286,7 @@ register_layer(Sequential, parts=lambda net: nn.Sequential(*net))
 
 def _flat(net: nn.Sequential) -> list[nn.Module]:
     """Return the layers, with the layers of nested chains in place of these."""
-    return [one for _, one in named_layers(net, all_chains=True)]
+    return [layer for _, layer in named_layers(net, all_chains=True)]
 
 
 def named_layers(net: nn.Module, *, all_chains: bool = False, prefix: str = "") -> Layers:
@@ -323,8 +324,8 @@ def measure_network(layers: Layers, input: object, repeats: int) -> Chain:
     weights = [p for _, layer in layers for p in layer.parameters()]
     if not any(t.requires_grad for t in (*tensors_in(input), *weights)):
         raise NotExactError(_NOTHING)
-    known = measured(layers, input, Plans(), repeats)
-    sizes = known.sizes  # of calls that are kept whole
+    measurements = measured(layers, input, Plans(), repeats)
+    sizes = measurements.sizes  # of calls that are kept whole
     internal, forward, record, backward = [], [], [], []
     for size in sizes:
         way, output = size.ways[0], size.output_bytes
@@ -335,7 +336,7 @@ def measure_network(layers: Layers, input: object, repeats: int) -> Chain:
         backward.append(max(0, way.backward_bytes - way.held_bytes - ends))
     return Chain(
         forward_seconds=[size.forward_seconds for size in sizes],
-        backward_seconds=[max(0.0, one.ordinary_seconds - one.forward_seconds) for one in sizes],
+        backward_seconds=[max(0.0, size.ordinary_seconds - size.forward_seconds) for size in sizes],
         output_bytes=[size.output_bytes for size in sizes],
         internal_bytes=internal,
         forward_transient_bytes=forward,
@@ -343,7 +344,7 @@ def measure_network(layers: Layers, input: object, repeats: int) -> Chain:
         backward_transient_bytes=backward,
         keeps_input=[size.ways[0].keeps_input for size in sizes],
         keeps_output=[size.ways[0].keeps_output for size in sizes],
-        names=[unit.name for unit in known.units],
+        names=[unit.name for unit in measurements.units],
         input_bytes=sizes[0].input_bytes,
         overhead_bytes=sum(size.noted_bytes + size.left_bytes for size in sizes),
     )
@@ -355,7 +356,7 @@ def measured(
     """Divide layers into units, and try and measure each, on an input. A layer that cannot be run
     exactly is refused by its name."""
     together = -(-len(layers) // _MOST_UNITS)
-    known = PassMeasurements(tied=tied(layer.parameters() for _, layer in layers))
+    measurements = PassMeasurements(tied=tied(layer.parameters() for _, layer in layers))
     made, value = None, _alone(input)
     tried, result = _try(layers[:1], value)
     if tried.writes:
@@ -365,28 +366,28 @@ def measured(
         while size < len(layers):
             result = _result(tried, value) if result is None else result
             after, follows = _try(layers[size : size + 1], result)
-            begins = not known.units and not tried.is_apart
+            begins = not measurements.units and not tried.is_apart
             if after.is_apart and not (after.writes or begins or size < together):
                 break
             size += 1
             tried, result = _try(layers[:size], value)
             if tried.writes:
-                whose = (
-                    f"what layer {layers[0][0]} was given" if known.units else "the chain's input"
-                )
+                whose = "the chain's input"
+                if measurements.units:
+                    whose = f"what layer {layers[0][0]} was given"
                 raise NotExactError(_WRITES.format(layers[size - 1][0], whose))
         modules, arguments = [layer for _, layer in layers[:size]], Arguments((value,))
         spare = [result, follows]  # computed once more, if they are not to be held meanwhile
         del result, follows
-        sizes = plans.measure(tried, modules, arguments, made, known.tied, repeats, spare=spare)
-        known.add(tried, sizes)
+        sizes = plans.measure(tried, modules, arguments, made, measurements.tied, repeats, spare)
+        measurements.add(tried, sizes)
         result, follows = spare or (None, None)
         if size < len(layers):
             value, result = _result(tried, value) if result is None else result, follows
             made = made_by(value, arguments.leaves)
         layers, tried = layers[size:], after
-    known.settle()
-    return known
+    measurements.settle()
+    return measurements
 
 
 def _try(layers: Layers, value: object) -> tuple[Recomputable, Any]:

@@ -41,8 +41,9 @@ from retrograde.models.budget.sample_run import (
 )
 from retrograde.models.budget.watched import Watched, WatchedModule, WatchedRow, WatchedRows
 from retrograde.models.rows.arguments import tensors_in
-from retrograde.models.rows.layer_run import RefusedLayerError, install, released
+from retrograde.models.rows.layer_run import RefusedLayerError
 from retrograde.models.rows.rest_of_model import RestOfModel, draw
+from retrograde.models.rows.row_forward import install, released
 from retrograde.recurrent.base import BudgetedRNN
 from retrograde.run.transforms import is_unreal
 from retrograde.units import Memory, aligned, as_bytes, as_given, format_bytes, parse_memory
@@ -112,11 +113,11 @@ class Division:
         table: list[tuple[str, ...]] = [("module", "calls", "budget", "share", "least", "ordinary")]
         calls = sum(share.calls for share in self.shares.values())
         every = Share(calls, self.total_bytes, self.minimum_bytes, self.ordinary_bytes)
-        for name, one in [*((names[n], one) for n, one in self.shares.items()), ("all", every)]:
-            part = f"{one.budget_bytes / one.ordinary_bytes:.1%}"
-            sizes = one.budget_bytes, one.minimum_bytes, one.ordinary_bytes
+        for name, share in [*self.shares.items(), ("all", every)]:
+            part = f"{share.budget_bytes / share.ordinary_bytes:.1%}"
+            sizes = share.budget_bytes, share.minimum_bytes, share.ordinary_bytes
             budget, *others = map(format_bytes, sizes)
-            table.append((name, str(one.calls), budget, part, *others))
+            table.append((names.get(name, name), str(share.calls), budget, part, *others))
         held, most = self.ordinary_bytes, self.ordinary_bytes + self.elsewhere_bytes
         told = [f"budgeted modules hold {format_bytes(held)} of the model's {format_bytes(most)}"]
         if self.peak_bytes:
@@ -181,10 +182,10 @@ def budget(model: nn.Module, memory: Memory | None, sample: object = None) -> Di
         True
     """
     if memory is None:
-        install(model, [])
         for module in model.modules():
             if isinstance(module, BudgetedRNN) or is_chain(module):
                 module.memory = None
+        install(model, [])
         return None
     parse_memory(memory)
     _check(model, sample)
@@ -199,20 +200,20 @@ def _divided(model: nn.Module, memory: Memory, sample: object) -> Division:
     order = called_in_turn(model, sample)
     refused = order.refusals()
     watched, elsewhere, useless = _watched(model, sample, order, refused)
-    needs = [one for one in watched if one.calls]
+    needs = [need for need in watched if need.calls]
     if not needs:
-        names = ", ".join(one.title for one in watched)
+        names = ", ".join(need.title for need in watched)
         raise NotExactError(
             f"the sample gave the modules to be budgeted ({names}) nothing to backpropagate: "
             "expected the model to call at least one of them, with a parameter or an input "
             "that requires a gradient"
         )
     kept = _Kept(model, sample, order.fill, needs, elsewhere + useless)
-    least = sum(one.used(one.minimum_bytes) for one in needs)
+    least = sum(need.used(need.minimum_bytes) for need in needs)
     total = as_bytes(memory, ordinary := kept.ordinary)
     most = kept.least(least) if total < least else kept.within(total, least)
     if most > total:
-        largest = max(needs, key=lambda one: one.used(one.minimum_bytes))
+        largest = max(needs, key=lambda need: need.used(need.minimum_bytes))
         raise BudgetError(
             f"the memory {as_given(memory, total, ordinary)}, but the budgeted modules need at "
             f"least {most} bytes ({format_bytes(most)}) together, that is {most / ordinary:.2%} of "
@@ -220,9 +221,9 @@ def _divided(model: nn.Module, memory: Memory, sample: object) -> Division:
             "make the batch or the state smaller",
             most,
         )
-    left = tuple(one.name for one in watched if not one.calls)
-    known = [one.seconds for one in needs]
-    times = zip(*filter(None, known), strict=True) if None not in known else ((), ())
+    left = tuple(need.name for need in watched if not need.calls)
+    seconds = [need.seconds for need in needs]
+    times = zip(*filter(None, seconds), strict=True) if None not in seconds else ((), ())
     return Division(
         model, kept.shares, left, total, least, ordinary, refused, kept.elsewhere,
         kept.peak, kept.rest, *(sum(each) or None for each in times),
@@ -237,21 +238,21 @@ class _Kept:
         elsewhere: int,
     ) -> None:  # fmt: skip
         self.model, self.sample, self.fill, self.needs = model, sample, fill, needs
-        self.ordinary = sum(one.used(one.ordinary_bytes) for one in needs)
+        self.ordinary = sum(need.used(need.ordinary_bytes) for need in needs)
         self.elsewhere = elsewhere  # what the rest of the model holds
         self.rest = 0  # its own peak, if that is more than the parts ever add to what it holds
         self.peak = 0  # the working memory of a pass with these shares; 0 if it raises
         self.shares: dict[str, Share] = {}
-        self.are_rows = all(one.called_rows for one in needs)
+        self.are_rows = all(need.called_rows for need in needs)
 
     def give(self, total: int) -> int:
         """Give the parts so many bytes together. Return what a pass takes beyond the rest's."""
         self.shares = {}
-        for one, part in zip(self.needs, _divide(self.needs, total), strict=True):
-            for each, size in one.give(part):
+        for need, part in zip(self.needs, _divide(self.needs, total), strict=True):
+            for each, size in need.give(part):
                 calls = each.calls.total()
                 self.shares[each.name] = Share(calls, size, each.minimum_bytes, each.ordinary_bytes)
-        install(self.model, [row for one in self.needs for row in one.called_rows])
+        install(self.model, [row for need in self.needs for row in need.called_rows])
         self.peak = bytes_of_a_pass(self.model, self.sample, self.fill)
         return self.peak - self.elsewhere
 
@@ -311,9 +312,9 @@ def _unless_refused(model: nn.Module) -> Iterator[None]:
     except BaseException:
         for module, old_class, were in before:
             object.__setattr__(module, "__class__", old_class)
-            own = vars(module)
-            own.clear()
-            own.update(were)
+            attributes = vars(module)
+            attributes.clear()
+            attributes.update(were)
         raise
 
 
@@ -346,13 +347,13 @@ def _watched(
     If a layer turns out to be in no run, it is added to ``refused``, and the model runs again."""
     while True:
         modules = ((name, m) for name, m in model.named_modules() if isinstance(m, nn.RNNBase))
-        watched: list[Watched] = [WatchedModule(*one) for one in modules]
+        watched: list[Watched] = [WatchedModule(*named) for named in modules]
         watched += [WatchedRow(run, order.tied_from(run)) for run in order.preferred]
         rest = RestOfModel(order.fill)
         try:
             with released(model), untouched(model), torch.enable_grad(), ExitStack() as stack:
-                for one in watched:
-                    stack.enter_context(one.watched(rest))
+                for need in watched:
+                    stack.enter_context(need.watched(rest))
                 draw(order.fill)
                 run_watched(model, sample, rest)
         except RefusedLayerError as refusal:
@@ -360,15 +361,15 @@ def _watched(
             order.refuse(type(refusal.layer))
             continue
         watched = WatchedRows.join(watched, rest)
-        joined = [time for one in watched if isinstance(one, WatchedRows) for time in one.times]
+        joined = [time for need in watched if isinstance(need, WatchedRows) for time in need.times]
         elsewhere = rest.held_bytes([time.numbers for time in joined])
-        useful = [one for one in watched if not one.useless] or watched  # else errors name a least
-        without = [one for one in watched if one not in useful]
-        refused |= {one.name: _NO_USE for one in without}
+        useful = [need for need in watched if not need.useless] or watched  # or errors name a least
+        without = [need for need in watched if need not in useful]
+        refused |= {need.name: _NO_USE for need in without}
         watched = useful
         if not watched:
             raise NotExactError(_nothing(model, refused))
-        return watched, elsewhere, sum(one.used(one.ordinary_bytes) for one in without)
+        return watched, elsewhere, sum(need.used(need.ordinary_bytes) for need in without)
 
 
 def _nothing(model: nn.Module, refused: dict[str, str]) -> str:
@@ -389,10 +390,10 @@ def _divide(needs: Sequence[Watched], total: int) -> list[int]:
     fits = range(_FINENESS + 1)
 
     def parts(share: int) -> list[int]:
-        return [one.part(share, _FINENESS) for one in needs]
+        return [need.part(share, _FINENESS) for need in needs]
 
     def used(share: int) -> int:
-        return sum(one.used(part) for one, part in zip(needs, parts(share), strict=True))
+        return sum(need.used(part) for need, part in zip(needs, parts(share), strict=True))
 
     share = bisect_right(fits, total, key=used) - 1
     budgets = parts(share)

@@ -26,7 +26,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from retrograde.cells.any_recurrent import Recurrent
 from retrograde.models.budget.replace_modules import is_chain
 from retrograde.models.rows.arguments import Arguments, made_by, tensors_in, tied
-from retrograde.models.rows.layer_run import Tied, is_inplace_activation, passes_through
+from retrograde.models.rows.layer_run import Tied, passes_through
+from retrograde.models.rows.row_forward import is_inplace_activation
 from retrograde.models.sequential import Sequential
 from retrograde.replay.surroundings import version
 from retrograde.run.transforms import besides_forward
@@ -89,13 +90,13 @@ def noted(model: nn.Module) -> Iterator[ModuleCall]:
     names = {id(module): name for name, module in model.named_modules()}
     top = ModuleCall("", model)
     stack = [(top, _Begun((), {}))]
-    known: Any = WeakTensorKeyDictionary()
+    numbered: Any = WeakTensorKeyDictionary()
     count = itertools.count()
 
     def number(t: Tensor, begun: _Begun | None = None) -> int:
         """Return the number of a tensor, as it is now or was when a call began."""
         at = version(t) if begun is None else begun.versions.get(id(t), version(t))
-        tensor_number: int = known.setdefault(t, {}).setdefault(at, next(count))
+        tensor_number: int = numbered.setdefault(t, {}).setdefault(at, next(count))
         return tensor_number
 
     def before(module: nn.Module, args: object, kwargs: dict[str, Any]) -> None:
@@ -111,7 +112,7 @@ def noted(model: nn.Module) -> Iterator[ModuleCall]:
         call.given = {slot: numbers for slot, numbers in by_slot.items() if numbers}
         made = made_by(result, (args, kwargs))
         is_outermost = call.checkpoints and not stack[-1][0].checkpoints
-        call.checkpoints |= any(one.checkpoints for one in call.inside)
+        call.checkpoints |= any(inner.checkpoints for inner in call.inside)
         if call.checkpoints:
             call.refusal = _CHECKPOINTED if is_outermost else ""
         elif not call.given or not _is_plain(module):
@@ -126,8 +127,8 @@ def noted(model: nn.Module) -> Iterator[ModuleCall]:
             number(t) for t in (outputs if is_inplace_activation(module) else made) if t is not None
         }
         theirs = {id(t) for t in tensors_in(args)}
-        own = sum(t.nbytes for t in outputs if id(t) not in theirs)
-        call.held = sum(one.held for one in call.inside) if call.inside else own
+        own_bytes = sum(t.nbytes for t in outputs if id(t) not in theirs)
+        call.held = sum(inner.held for inner in call.inside) if call.inside else own_bytes
 
     with ExitStack() as hooks, torch.no_grad():
         for module in model.modules():
@@ -145,7 +146,7 @@ class CallOrder:
         self.top, self.every = top, [*_all(top)]
         self.whole = sum(call.held for call in top.inside)
         self.times = Counter(id(call.module) for call in self.every)
-        self.tied = tied(one.module.parameters(recurse=not one.inside) for one in self.every)
+        self.tied = tied(call.module.parameters(recurse=not call.inside) for call in self.every)
         self.preferred: list[Layers] = []  # the runs that should become chains
         self.refused: dict[str, str] = {}  # those that cannot, and the reasons
         self.fill = fill  # what numbers are to be drawn, so that all layers run
@@ -168,7 +169,7 @@ class CallOrder:
         holds = Counter[int]()  # by module, in all of its calls
         for call in self.every:
             holds[id(call.module)] += call.held
-        sums = [sum(holds[one] for one in {id(c.module) for c in run}) for run in runs]
+        sums = [sum(holds[module_id] for module_id in {id(c.module) for c in run}) for run in runs]
         pairs = zip(runs, sums, strict=True)
         runs = [run for run, run_bytes in pairs if len(run) > 1 and run_bytes >= least]
         taken = {id(call) for run in runs for call in run}
@@ -187,9 +188,9 @@ class CallOrder:
         neighbours: dict[Hashable, set[Hashable]] = defaultdict(set)
         for run in uneven:
             layers = [_key(call) for call in run if not is_inplace_activation(call.module)]
-            for one, after in pairwise([None, *layers, None]):
-                neighbours["after", one].add(after)
-                neighbours["before", after].add(one)
+            for before, after in pairwise([None, *layers, None]):
+                neighbours["after", before].add(after)
+                neighbours["before", after].add(before)
         divided = list[Layers]()
         for run in runs:
             divided.append([])
@@ -210,7 +211,7 @@ class CallOrder:
             if id(call) in taken:
                 continue
             ready = call.name and call.refusal is None and self.times[id(call.module)] == 1
-            if not ready or any(id(one) in taken for one in _all(call)):
+            if not ready or any(id(inner) in taken for inner in _all(call)):
                 yield from self._alone(call, taken)
             elif call.inside:
                 call.slot = next(iter(call.given))
@@ -260,8 +261,8 @@ class CallOrder:
         """Return where the weights of several calls are, one of which is in a run or comes after
         it."""
         later = self.every[self.every.index(run[0]) :]
-        parts = dict.fromkeys(part for call in later for part in call.module.modules())
-        return [(m, name) for m in parts for name, p in m._parameters.items() if p in self.tied]
+        modules = dict.fromkeys(module for call in later for module in call.module.modules())
+        return [(m, name) for m in modules for name, p in m._parameters.items() if p in self.tied]
 
     def refuse(self, layer_class: type[nn.Module]) -> None:
         """Leave the layers of a class out of all runs, for one of them was refused."""
@@ -296,7 +297,7 @@ def _alike(runs: list[Layers]) -> list[list[Layers]]:
 
 def _is_better(runs: list[Layers], call: ModuleCall) -> bool:
     """Return whether runs within a call hold nearly all of its bytes, no layer most of them."""
-    held = [one.held for run in runs for one in run]
+    held = [layer.held for run in runs for layer in run]
     return sum(held) >= _NEARLY_ALL * call.held > 0 and 4 * max(held) < 3 * call.held
 
 
@@ -326,7 +327,7 @@ def _is_straight(call: ModuleCall, layers: Layers) -> bool:
     for layer, after in pairwise(layers):
         if after.slot_of(layer.made) is None or max(uses[n] for n in layer.made) > 1:
             return False
-    usable = all(is_inplace_activation(one.module) or one.refusal is None for one in layers)
+    usable = all(is_inplace_activation(layer.module) or layer.refusal is None for layer in layers)
     return bool(usable and layers[0].reads & call.reads and layers[-1].made == call.made)
 
 
@@ -337,8 +338,8 @@ def _uses(calls: Layers) -> Counter[int]:
 
 def _is_plain(module: nn.Module) -> bool:
     """Return whether a module has its class's own forward, and nothing with a budget inside."""
-    parts = (part for part in module.modules() if not is_chain(part))
-    has_budget = any(isinstance(part, _BUDGETED) for part in parts)
+    modules = (inner for inner in module.modules() if not is_chain(inner))
+    has_budget = any(isinstance(inner, _BUDGETED) for inner in modules)
     return "forward" not in vars(module) and not has_budget
 
 

@@ -18,9 +18,9 @@ from torch import nn
 from retrograde.errors import RetrogradeError
 from retrograde.models.budget.call_order import CallOrder, ModuleCall, noted
 from retrograde.models.rows.arguments import Arguments, tensors_in, unflatten
-from retrograde.models.rows.layer_run import released
 from retrograde.models.rows.phases import as_accumulated
 from retrograde.models.rows.rest_of_model import FILLS, Filling, RestOfModel, draw, filling
+from retrograde.models.rows.row_forward import released
 from retrograde.replay.generators import sources
 from retrograde.replay.referents import find_referents
 from retrograde.replay.surroundings import Surroundings, Values, muted_modules
@@ -105,8 +105,8 @@ def run_watched(model: nn.Module, sample: object, rest: RestOfModel) -> None:
 
 def bytes_of_a_pass(model: nn.Module, sample: object, fill: float | None) -> int:
     """Return the working bytes of a pass, which draws ``fill`` if it is given; 0 if it raises."""
-    own = [p for p in model.parameters() if p.requires_grad]
-    wanted = [*own, *(t for t in tensors_in(sample) if t.requires_grad)]
+    weights = [p for p in model.parameters() if p.requires_grad]
+    wanted = [*weights, *(t for t in tensors_in(sample) if t.requires_grad)]
     if not wanted:
         return 0
 
@@ -120,7 +120,7 @@ def bytes_of_a_pass(model: nn.Module, sample: object, fill: float | None) -> int
         return outputs, run_backward(tuple(outputs), ones, tuple(wanted))
 
     try:
-        muted, alike = muted_modules([*model.modules()]), as_accumulated(own)
+        muted, alike = muted_modules([*model.modules()]), as_accumulated(weights)
         with untouched(model), filling(fill), _eager(), torch.enable_grad(), muted, alike:
             return measure(both_ways).working_bytes
     except Exception as error:  # a model may allow only backward(), for example
@@ -136,14 +136,14 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """Restore, after the block, everything that a forward pass changes in a model (rule 3). These
     are random states, buffers, gradients, hooks, and the attributes of all modules."""
     referents = find_referents([model, *hooks_of_all()])
-    parts = referents.parts()
+    modules = referents.parts()
     devices = {t.device for t in (*model.parameters(), *model.buffers())} or {torch.device("cpu")}
     chance = dict.fromkeys(s for device in devices for s in sources(device, referents.generators))
-    weights = [(w := flat_weights(part), [*w]) for part in parts if isinstance(part, nn.RNNBase)]
-    buffers = tuple({id(b): b for part in parts for b in part.buffers(recurse=False)}.values())
+    weights = [(w := flat_weights(m), [*w]) for m in modules if isinstance(m, nn.RNNBase)]
+    buffers = tuple({id(b): b for m in modules for b in m.buffers(recurse=False)}.values())
     grads = [(p, p.grad) for p in model.parameters()]
-    tables = (one for part in parts for name, one in vars(part).items() if name.endswith("_hooks"))
-    hooks = [(one, {**one}) for one in tables if isinstance(one, dict)]
+    tables = (table for m in modules for name, table in vars(m).items() if name.endswith("_hooks"))
+    hooks = [(table, {**table}) for table in tables if isinstance(table, dict)]
     surroundings = Surroundings(torch.device("cpu"), tuple(chance), buffers)
     try:
         with surroundings.without_trace(), ExitStack() as stack:

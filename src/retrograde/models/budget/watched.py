@@ -134,7 +134,7 @@ class WatchedModule(Watched):
             refuse_transforms(used)
             # The bytes of packed sequences depend on their sizes besides the shapes.
             packed = [value for value in values if isinstance(value, PackedSequence)]
-            sizes = (tuple(one.batch_sizes.tolist()) for one in packed)
+            sizes = (tuple(sequence.batch_sizes.tolist()) for sequence in packed)
             kind = (*map(signature, tensors), *sizes)
             if kind not in self.sizes:
                 self.sizes[kind] = self._named(lambda: self._ask(args, kwargs))
@@ -204,12 +204,12 @@ class WatchedRow(Watched):
         yield
         self.row.sample = None
         times = [*map(partial(_Time, self), sample.kinds, sample.numbers[1:])]
-        self.times = [one for one in times if one.kind.is_measured]  # the model ran to their end
+        self.times = [time for time in times if time.kind.is_measured]  # the model ran to their end
         self.is_whole = self.times == times
-        for known in {id(one.kind): one.kind for one in self.times}.values():
-            known.settle()
-        for one in self.times:
-            self.count(one.kind)
+        for measurements in {id(time.kind): time.kind for time in self.times}.values():
+            measurements.settle()
+        for time in self.times:
+            self.count(time.kind)
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,40 +226,40 @@ class WatchedRows(Watched):
     plan, since what the later ones held is free when the earlier ones go back."""
 
     def __init__(self, times: Sequence[_Time], waits: Sequence[OutputLifetime]) -> None:
-        self.rows = [*dict.fromkeys(one.row for one in times)]
-        names = ", ".join(one.name for one in self.rows)
-        super().__init__(names, [one.row for one in self.rows])
-        self.times, self.kinds, self.waits = times, [one.kind for one in times], waits
+        self.rows = [*dict.fromkeys(time.row for time in times)]
+        names = ", ".join(row.name for row in self.rows)
+        super().__init__(names, [row.row for row in self.rows])
+        self.times, self.kinds, self.waits = times, [time.kind for time in times], waits
         self.all = PassMeasurements.of_rows(self.kinds, waits)
         self.count(self.all)
 
     def give(self, part: int) -> Iterable[tuple[Watched, int]]:
         plan, start, shares = self.all.plan(part), 0, [0] * len(self.times)
         self.seconds = self.all.seconds(part)
-        smallest = sum(one.row.minimum_bytes for one in self.times)
-        rest = max(1, sum(one.row.ordinary_bytes for one in self.times) - smallest)
+        smallest = sum(time.row.minimum_bytes for time in self.times)
+        rest = max(1, sum(time.row.ordinary_bytes for time in self.times) - smallest)
         if part >= smallest:
             share = min(rest, part - smallest)
-            shares = [one.row.part(share, rest) for one in self.times]
-        joint_plan = JointPlan([one.row.row for one in self.times], part, shares, self.waits)
+            shares = [time.row.part(share, rest) for time in self.times]
+        joint_plan = JointPlan([time.row.row for time in self.times], part, shares, self.waits)
         joint_plan.knows(dict(enumerate(self.kinds)), self.all)
         peaks = dict.fromkeys(self.rows, 0)
-        for one in self.times:
-            one.row.row.joint_plan, stop = joint_plan, start + len(one.kind.sizes)
-            parts = [p.moved(-start) for p in plan if start <= p.start < stop]
-            peaks[one.row] = max(peaks[one.row], peak_of(one.kind.sizes, parts))
+        for time in self.times:
+            time.row.row.joint_plan, stop = joint_plan, start + len(time.kind.sizes)
+            row_plan = [p.moved(-start) for p in plan if start <= p.start < stop]
+            peaks[time.row] = max(peaks[time.row], peak_of(time.kind.sizes, row_plan))
             start = stop
         return peaks.items()
 
     @classmethod
     def join(cls, watched: Sequence[Watched], elsewhere: RestOfModel) -> list[Watched]:
         """Return the parts, with rows in place of each row, if these do not overlap."""
-        rows = [one for one in watched if isinstance(one, WatchedRow) and one.times]
-        times = sorted((time for one in rows for time in one.times), key=lambda one: one.numbers[0])
-        ended = all(one.is_whole for one in rows)
-        apart = all(one.numbers[-1] < after.numbers[0] for one, after in pairwise(times))
-        few = sum(len(one.kind.sizes) for one in times) <= _MOST_CALLS
+        rows = [row for row in watched if isinstance(row, WatchedRow) and row.times]
+        times = sorted((time for row in rows for time in row.times), key=lambda one: one.numbers[0])
+        ended = all(row.is_whole for row in rows)
+        apart = all(time.numbers[-1] < after.numbers[0] for time, after in pairwise(times))
+        few = sum(len(time.kind.sizes) for time in times) <= _MOST_CALLS
         if len(times) < 2 or not (ended and apart and few):
             return [*watched]
-        waits = elsewhere.waits([one.numbers for one in times])
-        return [*(one for one in watched if one not in rows), cls(times, [*waits])]
+        waits = elsewhere.waits([time.numbers for time in times])
+        return [*(other for other in watched if other not in rows), cls(times, [*waits])]

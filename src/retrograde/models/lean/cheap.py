@@ -37,8 +37,8 @@ def _normalized(x: Tensor, weight: Any, bias: Any, mean: Tensor, scale: Tensor, 
     plain = x.is_contiguous() or (x.dim() in (4, 5) and x.is_contiguous(memory_format=form))
     if plain and x.device.type == "cpu" and mean.dtype in (torch.float32, torch.float64):
         weight = scale if weight is None else scale * weight
-        one = torch.ones_like(mean)
-        return _aten.native_batch_norm(x, weight, bias, mean, one, False, 0.0, 0.0)[0]
+        variance = torch.ones_like(mean)
+        return _aten.native_batch_norm(x, weight, bias, mean, variance, False, 0.0, 0.0)[0]
     return torch.batch_norm(x, weight, bias, None, None, True, 0.0, eps, True)
 
 
@@ -109,15 +109,15 @@ CHEAP: dict[str, Operation] = {}
 def _add(node: str, call: Any, passes: float, schema: Any) -> None:
     name = "NativeBatchNorm" if node == "evaluation" else node.rstrip("1")
     reads, edge = [], 0
-    for one in schema.arguments:
-        keyword = one.name if one.kwarg_only else ""
-        if one.name in ("shape", "dtype"):
-            reads.append((RESULT, one.name, 0, keyword))
-        elif "Tensor" not in str(one.type):
-            reads.append((ATTRIBUTE, one.name, 0, keyword))
+    for argument in schema.arguments:
+        keyword = argument.name if argument.kwarg_only else ""
+        if argument.name in ("shape", "dtype"):
+            reads.append((RESULT, argument.name, 0, keyword))
+        elif "Tensor" not in str(argument.type):
+            reads.append((ATTRIBUTE, argument.name, 0, keyword))
         else:
-            kind = LIST if "List" in str(one.type) else TENSOR
-            reads.append((kind, one.name, edge, keyword))
+            kind = LIST if "List" in str(argument.type) else TENSOR
+            reads.append((kind, argument.name, edge, keyword))
             edge += 1
     key = node if node == "evaluation" else f"{name}Backward{node[len(name) :] or 0}"
     over = _OVER.get(name)

@@ -66,9 +66,9 @@ class Lean:
         if self.aside is not None:
             return f"ordinary autograd: {self.aside}"
         let_go = self.let_go_bytes
-        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in let_go.items())
+        operations = ", ".join(f"{name} {format_bytes(size)}" for name, size in let_go.items())
         total = f"kept {format_bytes(self.kept_bytes)}, let go {format_bytes(sum(let_go.values()))}"
-        return f"{total}: {parts}" if parts else total
+        return f"{total}: {operations}" if operations else total
 
 
 @overload

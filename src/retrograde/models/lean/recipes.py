@@ -229,7 +229,7 @@ class Recipe:
 
 def _opened(arg: Any) -> Any:
     if type(arg) is list:
-        return [_opened(one) for one in arg]
+        return [_opened(element) for element in arg]
     return arg.open() if type(arg) in (Recipe, Versioned, Packed) else arg
 
 
@@ -240,11 +240,11 @@ class Search:
     """Finds how a value is computed, by how many operations. Their ``cost`` is the bytes that they
     write, each as often as its operation has passes."""
 
-    def __init__(self, parameters_stay: bool, first: int) -> None:
+    def __init__(self, parameters_stay: bool, first_node: int) -> None:
         self.own: list[Box] = []  # those that the operations' nodes save: they live in any case
         self.apart: list[Box] = []  # others that are read
         self.operations, self.cost = 0, 0.0
-        self._parameters_stay, self._first = parameters_stay, first
+        self._parameters_stay, self._first = parameters_stay, first_node
 
     def step(self, node: Any, nr: int, nbytes: int = 0, copied: bool = True) -> Recipe | None:
         """Return how an output of a node, of so many bytes if they are known, is computed, or None
@@ -264,7 +264,7 @@ class Search:
         keywords: dict[str, Any] = {}
         for kind, name, edge, keyword in operation.reads:
             if kind == LIST:
-                arg: Any = [self._value(one, at, False) for one, at in edges]
+                arg: Any = [self._value(source, at, False) for source, at in edges]
                 arg = _UNKNOWN if _UNKNOWN in arg else arg
             elif kind == RESULT:
                 arg = getattr(result, name)
@@ -338,7 +338,7 @@ class Search:
 def _kinds(arg: object) -> list[torch.dtype]:
     """Return the types of the tensors in an argument that have dimensions."""
     if type(arg) is list:
-        return [dtype for one in arg for dtype in _kinds(one)]
+        return [dtype for element in arg for dtype in _kinds(element)]
     if type(arg) is Versioned:
         return [arg.tensor.dtype] if arg.tensor.dim() else []
     if type(arg) is Packed:

@@ -80,27 +80,27 @@ class LeanTape(TorchFunctionMode):
         if rule is None:
             return func(*args, **kwargs)
         changes, shares, note = rule
-        first = kwargs.get("out", args[0] if args else kwargs.get("input"))
-        if not isinstance(first, Tensor):
+        target = kwargs.get("out", args[0] if args else kwargs.get("input"))
+        if not isinstance(target, Tensor):
             result = func(*args, **kwargs)
             if changes or "out" in kwargs:
-                for one in first if isinstance(first, (list, tuple)) else ():
-                    self._changed(one, False)
+                for tensor in target if isinstance(target, (list, tuple)) else ():
+                    self._changed(tensor, False)
             return result
         newest = next_node()
         with without_subclasses():  # which may count that it is looked at
-            before = None if first.is_inference() else first._version
+            before = None if target.is_inference() else target._version
             if before is not None:  # else nothing of it is ever saved
                 if changes or kwargs.get("inplace"):
-                    self._open_dependents(first)
+                    self._open_dependents(target)
                     self._is_changing = True
                 if shares:
-                    self.touch(first, shares == "data")
+                    self.touch(target, shares == "data")
         result = func(*args, **kwargs)
         self._is_changing = False
         with without_subclasses():
-            if before is not None and first._version != before:
-                self._changed(first, next_node() > newest)
+            if before is not None and target._version != before:
+                self._changed(target, next_node() > newest)
             # Attention's result has weights too.
             made = result[0] if type(result) is tuple and result else result
             if before is not None and note is not None and isinstance(made, Tensor):
@@ -151,8 +151,8 @@ class LeanTape(TorchFunctionMode):
     def close(self) -> None:
         """End the pass. What the caller still holds is not computed a second time beside it."""
         with without_functions():
-            for one in self._gone:
-                self._take_back(one())
+            for reference in self._gone:
+                self._take_back(reference())
         self._boxes, self._gone, self._pending = {}, [], []
 
     def touch(self, tensor: Tensor, is_parameter: bool = False) -> None:
@@ -161,8 +161,8 @@ class LeanTape(TorchFunctionMode):
         node: Any = base.grad_fn
         if is_parameter and base.is_leaf and base.requires_grad and self._parameters_stay:
             self._parameters_stay = False
-            for one in list(self._gone):
-                self._take_back(one(), True)
+            for reference in list(self._gone):
+                self._take_back(reference(), True)
         if node is not None:
             node.metadata[CHANGED] = True
             self._take_back(self._box_of(base.untyped_storage()) if _large(base) else None)
@@ -180,15 +180,15 @@ class LeanTape(TorchFunctionMode):
         from retrograde.kernels.cpu.masks import packed
 
         with torch.no_grad():
-            one, mask = noise.new_ones(()).div_(1 - p), packed(noise)
+            scale, mask = noise.new_ones(()).div_(1 - p), packed(noise)
             is_known = (p, noise.dtype) in _NOISES
-            if not (is_known or torch.equal(_noise(mask, one, noise.shape), noise)):
+            if not (is_known or torch.equal(_noise(mask, scale, noise.shape), noise)):
                 return
             _NOISES.add((p, noise.dtype))
         at = Box(mask, mask.untyped_storage())
         at.keep(mask)
         self.kept -= box.nbytes - at.nbytes
-        args = [Packed(at, at.shape), Versioned(one, one._version), noise.shape]
+        args = [Packed(at, at.shape), Versioned(scale, scale._version), noise.shape]
         self._release(box, Recipe(_NOISE, args, {}, 0, box.nbytes), [at], 1, noise)
 
     def _box_of(self, storage: torch.UntypedStorage) -> Box | None:
@@ -205,7 +205,7 @@ class LeanTape(TorchFunctionMode):
         step = search.step(node, base.output_nr, box.nbytes)
         if step is None or search.cost > WORTH * box.nbytes:
             return False
-        if sum(one.nbytes for one in set(search.apart).difference(search.own)) > box.nbytes:
+        if sum(other.nbytes for other in set(search.apart).difference(search.own)) > box.nbytes:
             return False
         peak = max(step.peak()[0], box.nbytes)
         self._settle()
@@ -249,9 +249,9 @@ class LeanTape(TorchFunctionMode):
             self.touch(tensor, True)
         box = self._box_of(tensor.untyped_storage()) if _large(tensor) else None
         if box is not None and box.is_current():
-            for one in [one() for one in self._gone]:
-                if one is not None and box in one.reads:
-                    self._take_back(one, True)
+            for gone in [reference() for reference in self._gone]:
+                if gone is not None and box in gone.reads:
+                    self._take_back(gone, True)
 
     def _settle(self) -> None:
         """Count what was let go and is released by now."""
@@ -278,17 +278,17 @@ def _argument(args: Any, kwargs: Any, position: int, name: str, default: Any) ->
 
 
 def _note_number(tape: LeanTape, node: Any, args: Any, kwargs: Any) -> None:
-    one = _argument(args, kwargs, 1, "other", None)
+    other = _argument(args, kwargs, 1, "other", None)
     is_other = len(args) + ("other" in kwargs) == 2  # not so in the deprecated add(x, alpha, other)
-    if is_other and isinstance(one, (int, float)):
-        node.metadata[KNOWN] = {"other": one}
+    if is_other and isinstance(other, (int, float)):
+        node.metadata[KNOWN] = {"other": other}
 
 
 def _note_of(**arguments: tuple[int, Any]) -> Callable[..., None]:
     """Note arguments that the node does not keep, by their positions and defaults."""
 
     def note(tape: LeanTape, node: Any, args: Any, kwargs: Any) -> None:
-        known = {at: _argument(args, kwargs, i, at, one) for at, (i, one) in arguments.items()}
+        known = {at: _argument(args, kwargs, i, at, usual) for at, (i, usual) in arguments.items()}
         bias = known.get("bias")
         if bias is None and node.name() == "ViewBackward0":  # an instance normalisation
             node = node.next_functions[0][0]
@@ -327,10 +327,10 @@ def _large(tensor: Tensor) -> int:
     return 0 if kept else size
 
 
-def _noise(mask: Tensor, one: Tensor, shape: torch.Size) -> Tensor:
+def _noise(mask: Tensor, scale: Tensor, shape: torch.Size) -> Tensor:
     from retrograde.kernels.cpu.masks import unpack_into
 
-    return unpack_into(mask, one.new_empty(shape)).mul_(one)
+    return unpack_into(mask, scale.new_empty(shape)).mul_(scale)
 
 
 _NOISE = Operation("Dropout", _noise, 1)

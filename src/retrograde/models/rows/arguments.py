@@ -43,37 +43,37 @@ class _Object:
 _Structure = pytree.TreeSpec | tuple[pytree.TreeSpec, tuple[_Object | None, ...]] | None
 
 
-def _apart(leaf: Any, into: list[Any], known: dict[int, int]) -> _Object | None:
+def _apart(leaf: Any, into: list[Any], met: dict[int, int]) -> _Object | None:
     """Append the values of a leaf to a list, and return its structure; None for a value. Raises
     TypeError for an object that cannot be made again from its attributes."""
     if isinstance(leaf, (Tensor, *_PLAIN)):
         into.append(leaf)
         return None
-    if id(leaf) in known:
-        return _Object(known[id(leaf)])
+    if id(leaf) in met:
+        return _Object(met[id(leaf)])
     leaf_class: Any = type(leaf)
     slots = any(vars(base).get("__slots__") for base in leaf_class.__mro__)
     if leaf_class.__new__ is not object.__new__ or slots or not hasattr(leaf, "__dict__"):
         raise TypeError(leaf_class.__name__)
-    number = known[id(leaf)] = len(known)
+    number = met[id(leaf)] = len(met)
     leaves, spec = pytree.tree_flatten(vars(leaf))
     try:
-        return _Object(number, leaf_class, spec, tuple(_apart(one, into, known) for one in leaves))
+        return _Object(number, leaf_class, spec, tuple(_apart(each, into, met) for each in leaves))
     except TypeError as error:
         raise TypeError(f"{leaf_class.__name__} with a {error}") from None
 
 
-def _together(one: _Object | None, values: Iterator[Any], made: dict[int, Any]) -> Any:
+def _together(structure: _Object | None, values: Iterator[Any], made: dict[int, Any]) -> Any:
     """Return a new object with the next of some values, or the next value."""
-    if one is None:
+    if structure is None:
         return next(values)
-    if one.kind is not None:
-        copy: Any = object.__new__(one.kind)
-        made[one.number] = copy
-        assert one.spec is not None
-        leaves = [_together(each, values, made) for each in one.inner]
-        vars(copy).update(pytree.tree_unflatten(leaves, one.spec))
-    return made[one.number]
+    if structure.kind is not None:
+        copy: Any = object.__new__(structure.kind)
+        made[structure.number] = copy
+        assert structure.spec is not None
+        leaves = [_together(each, values, made) for each in structure.inner]
+        vars(copy).update(pytree.tree_unflatten(leaves, structure.spec))
+    return made[structure.number]
 
 
 class Arguments:
@@ -96,9 +96,9 @@ class Arguments:
         self.given = self.leaves, self.spec  # with objects as they are
         self.uncopied: str | None = None
         if self.spec is not None and not all(isinstance(v, (Tensor, *_PLAIN)) for v in self.leaves):
-            values, known = list[Any](), dict[int, int]()
+            values, met = list[Any](), dict[int, int]()
             try:
-                objects = tuple(_apart(leaf, values, known) for leaf in self.leaves)
+                objects = tuple(_apart(leaf, values, met) for leaf in self.leaves)
                 self.leaves, self.spec = values, (self.spec, objects)
             except TypeError as error:
                 self.uncopied = str(error)
@@ -111,8 +111,8 @@ class Arguments:
 
     def kind(self) -> Hashable:
         """Return their key: the structure, the tensors' signatures, and the other values."""
-        known = (signature(v) if isinstance(v, Tensor) else (type(v), v) for v in self.leaves)
-        return str(self.spec), tuple(known)
+        signatures = (signature(v) if isinstance(v, Tensor) else (type(v), v) for v in self.leaves)
+        return str(self.spec), tuple(signatures)
 
     def refusal(self) -> str | None:
         """Return the reason why a layer cannot be recomputed with these arguments, or None."""
@@ -201,15 +201,15 @@ class RerunArguments:
 
     def __init__(self, arguments: Arguments) -> None:
         self.each, self.spec = [RerunArgument(leaf) for leaf in arguments.leaves], arguments.spec
-        first: dict[int, int] = {}
+        positions: dict[int, int] = {}
         ids = [id(x) if isinstance(x, Tensor) else -n for n, x in enumerate(arguments.leaves, 1)]
-        self.same = [first.setdefault(at, n) for n, at in enumerate(ids)]
+        self.same = [positions.setdefault(at, n) for n, at in enumerate(ids)]
 
     def enter(self, values: Sequence[Any]) -> tuple[Any, Any, list[Tensor]]:
         """Return the arguments and keyword arguments with some values, for another run, and those
         tensors that want a gradient."""
         leaves = [*values]
-        wanted = [n for n, one in enumerate(self.each) if one.wants and self.same[n] == n]
+        wanted = [n for n, argument in enumerate(self.each) if argument.wants and self.same[n] == n]
         with torch.enable_grad():
             inner = [n for n in wanted if self.each[n].has_node]
             for n, t in zip(inner, with_nodes([values[n] for n in inner]), strict=True):
@@ -217,9 +217,9 @@ class RerunArguments:
             for n in wanted:
                 if not self.each[n].has_node:
                     leaves[n] = values[n].detach().requires_grad_()
-        for n, one in enumerate(self.each):
-            if one.attributes and leaves[n] is not one.value:
-                vars(leaves[n]).update(one.attributes)
+        for n, argument in enumerate(self.each):
+            if argument.attributes and leaves[n] is not argument.value:
+                vars(leaves[n]).update(argument.attributes)
         leaves = [leaves[n] for n in self.same]
         args, kwargs = unflatten(leaves, self.spec)
         return args, kwargs, [leaves[n] for n in wanted]
@@ -254,7 +254,7 @@ class _Enter(torch.autograd.Function):
 
 def tied(weights: Iterable[Iterable[Tensor]]) -> frozenset[Tensor]:
     """Return the weights that several calls have, given those of each."""
-    users = Counter(p for own in weights for p in own)
+    users = Counter(p for call_weights in weights for p in call_weights)
     return frozenset(p for p, count in users.items() if count > 1)
 
 
@@ -265,7 +265,7 @@ def unflatten(leaves: Sequence[Any], spec: _Structure) -> tuple[Any, Any]:
     if isinstance(spec, tuple):
         values, made = iter(leaves), dict[int, Any]()
         spec, objects = spec
-        leaves = [_together(one, values, made) for one in objects]
+        leaves = [_together(structure, values, made) for structure in objects]
     args, kwargs = pytree.tree_unflatten(leaves, spec)
     return args, kwargs
 
@@ -296,7 +296,7 @@ class ResultBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         self.varies |= not _BY_DATA.isdisjoint(func.tags)
-        if not any(one.alias_info for one in func._schema.returns):
+        if not any(returned.alias_info for returned in func._schema.returns):
             self.nbytes += sum(t.nbytes for t in tensors_in(result) if t.layout is torch.strided)
         return result
 

@@ -93,8 +93,8 @@ class PassMeasurements:
             self.most |= {at: counted.nbytes} if counted else {}
             every = [*zip(self.units, self.raw, strict=True)]
             self.units, self.sizes, self.raw = [], [], []
-            for one in every:
-                self.add(*one)
+            for unit, sizes in every:
+                self.add(unit, sizes)
             self.settle()
             self.plans.clear()
             vars(self).pop("least_bytes", None)
@@ -198,11 +198,12 @@ class PassMeasurements:
 
 
 def too_small(
-    memory: int, least: int, known: PassMeasurements, do: str = "raise the budget"
+    memory: int, least: int, measurements: PassMeasurements, do: str = "raise the budget"
 ) -> BudgetError:
     """Return an error that names the least budget, and the layer that needs most."""
-    needs = [min(max(w.first_bytes, w.backward_bytes) for w in size.ways) for size in known.sizes]
-    largest = known.units[needs.index(max(needs))].name
+    ways = (size.ways for size in measurements.sizes)
+    needs = [min(max(w.first_bytes, w.backward_bytes) for w in each) for each in ways]
+    largest = measurements.units[needs.index(max(needs))].name
     return BudgetError(
         f"the memory of {memory} bytes ({format_bytes(memory)}) is too small for an input of this "
         f"kind: expected at least {least} bytes ({format_bytes(least)}), most of it for layer "
@@ -211,13 +212,13 @@ def too_small(
     )
 
 
-def larger(name: str, need: int, room: int, known: PassMeasurements) -> str:
+def larger(name: str, need: int, room: int, measurements: PassMeasurements) -> str:
     """Return the warning of a call that takes more than was planned (rule 12)."""
     return (
         f"layer {name} takes more for these data than for all data of the same shapes before: this "
         f"pass needs {need} bytes of the {room} allowed; the next ones keep the budget if it is at "
-        f"least {known.least_bytes}; let the sample, or the first call, have the data that need "
-        "the most"
+        f"least {measurements.least_bytes}; let the sample, or the first call, have the data that "
+        "need the most"
     )
 
 
@@ -244,8 +245,8 @@ class Plans:
     ) -> PassMeasurements | None:  # fmt: skip
         """Return what is known of passes with arguments of this kind; ``find`` it if nothing is.
         The result is None if there is nothing to backpropagate, or no memory to measure."""
-        parts = parts_of(layers)
-        tensors = tensors_of(parts)
+        modules = parts_of(layers)
+        tensors = tensors_of(modules)
         used = (*tensors_in(arguments.state), *tensors)
         if is_unreal(used) or not any(t.requires_grad for t in used):
             return None
@@ -255,9 +256,9 @@ class Plans:
                 "lazy model once before, with memory=None"
             )
         refuse_transforms(used)
-        refuse_sharded(parts, used)
-        key = arguments.kind(), options_key(parts, tensors), tuple(map(id, layers))
-        return self.kinds.get(key, find, (*parts, *tensors))
+        refuse_sharded(modules, used)
+        key = arguments.kind(), options_key(modules, tensors), tuple(map(id, layers))
+        return self.kinds.get(key, find, (*modules, *tensors))
 
     def measure(
         self, unit: Recomputable, layers: Sequence[nn.Module], arguments: Arguments,
@@ -267,65 +268,64 @@ class Plans:
         """Return the sizes of a call. ``made`` are the tensors that the call before made, or None
         for the first call. One that lies in memory of that call's own input is None. If the call
         has to be run, what is ``spare`` is let go before."""
-        parts, first = parts_of(layers), made is None
+        modules, is_first = parts_of(layers), made is None
         kind = arguments.kind(), *(t in tied for t in unit.reads if tied)
-        kind += () if first else tuple(packed(t) is t for t in made or ())
+        kind += () if is_first else tuple(packed(t) is t for t in made or ())
         made = tensors_in(arguments.state) if made is None else made
-        memory = first or tuple(t if t is None else t.untyped_storage().nbytes() for t in made)
-        key = architecture_key(parts), kind, memory
+        memory = is_first or tuple(t if t is None else t.untyped_storage().nbytes() for t in made)
+        key = architecture_key(modules), kind, memory
         if key[0] is None or key not in self.sizes:
             tell(f"measuring layers, once for inputs of this kind: {unit.name}")
             (spare or []).clear()
-            one = Phases(unit, arguments, [t for t in made if t is not None], tied, first=first)
-            shapes = [[(p.shape, p.requires_grad) for p in m.parameters(False)] for m in parts]
-            alike = tuple(map(type, parts)), str(shapes), kind
+            call = Phases(unit, arguments, [t for t in made if t is not None], tied, first=is_first)
+            shapes = [[(p.shape, p.requires_grad) for p in m.parameters(False)] for m in modules]
+            alike = tuple(map(type, modules)), str(shapes), kind
             try:
                 with unit.surroundings.measured():
-                    phases, taken = _phases(one)
-                    seen = self.seen.get((alike, memory), {})
-                    self.seen[alike, memory] = seen
+                    phases, taken = _phases(call)
+                    seen = self.seen[alike, memory] = self.seen.get((alike, memory), {})
                     if key[0] is None and seen:
-                        did = _deeds(one, measure_phases(phases[_WHOLE], device=one.device))
+                        did = _deeds(call, measure_phases(phases[_WHOLE], device=call.device))
                         if did in seen:
                             return seen[did]
-                    measured = measure_phases(phases, device=one.device)
-                    one.compare()
+                    measured = measure_phases(phases, device=call.device)
+                    call.compare()
                     if alike not in self.seconds:
                         self.seconds[alike] = _seconds(phases, taken, repeats)
             except RuntimeError as error:
                 raise_again(error, f"layer {unit.name}")
-            sizes = self.sizes[key] = _sizes(one, measured, self.seconds[alike])
-            seen[_deeds(one, measured[_WHOLE])] = sizes
+            sizes = self.sizes[key] = _sizes(call, measured, self.seconds[alike])
+            seen[_deeds(call, measured[_WHOLE])] = sizes
         return self.sizes[key]
 
 
-def _deeds(one: Phases, phases: Sequence[Phase]) -> tuple[Hashable, ...]:
+def _deeds(call: Phases, phases: Sequence[Phase]) -> tuple[Hashable, ...]:
     """Return what a call did while it was kept whole, and what it has to note."""
-    noted = [t.nbytes for t in one.unit.surroundings.capture() if isinstance(t, Tensor)]
-    left = one.unit.surroundings.left_bytes
-    own = tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in one.unit.reads)
-    return str((noted, left)), own, *(phase.sizes.tobytes() for phase in phases)
+    noted = [t.nbytes for t in call.unit.surroundings.capture() if isinstance(t, Tensor)]
+    left = call.unit.surroundings.left_bytes
+    forms = tuple((t.shape, t.stride(), t.dtype, t.requires_grad) for t in call.unit.reads)
+    return str((noted, left)), forms, *(phase.sizes.tobytes() for phase in phases)
 
 
-def _phases(one: Phases) -> tuple[list[Callable[[], None]], dict[int, float]]:
+def _phases(call: Phases) -> tuple[list[Callable[[], None]], dict[int, float]]:
     """Return the phases of a call, and the seconds that each way takes, to which a run of the
     phases adds. They are those of forward and backward passes, or of a forward pass alone."""
     taken = dict.fromkeys((_ORDINARY, _FORWARD, *_ORDER), 0.0)
 
     def clocked(way: int, step: Callable[[], None]) -> Callable[[], None]:
         def run() -> None:
-            start, one.own_seconds = now(one.device), 0.0
+            start, call.own_seconds = now(call.device), 0.0
             step()
-            taken[way] += now(one.device) - start
-            taken[_ORDINARY] += one.own_seconds if way == KEPT else 0.0
+            taken[way] += now(call.device) - start
+            taken[_ORDINARY] += call.own_seconds if way == KEPT else 0.0
 
         return run
 
-    phases = [one.begin, clocked(_FORWARD, one.advance), one.release_result, one.clear]
+    phases = [call.begin, clocked(_FORWARD, call.advance), call.release_result, call.clear]
     for way in _ORDER:
         phases += [
-            partial(one.begin, way), clocked(way, one.record), one.release_result,
-            lambda: one.state.clear(), clocked(way, one.backpropagate), one.clear,
+            partial(call.begin, way), clocked(way, call.record), call.release_result,
+            lambda: call.state.clear(), clocked(way, call.backpropagate), call.clear,
         ]  # fmt: skip
     return phases, taken
 
@@ -343,23 +343,23 @@ def _seconds(
     return {way: min(each[way] for each in rounds) for way in taken}
 
 
-def _sizes(one: Phases, phases: Sequence[Phase], seconds: dict[int, float]) -> CallSizes:
+def _sizes(call: Phases, phases: Sequence[Phase], seconds: dict[int, float]) -> CallSizes:
     """Return what the phases of a call showed."""
     input_bytes, output = phases[0].growth(), -phases[2].growth()
-    on_gpu = one.device.type == "cuda"
-    captured = [t for t in one.unit.surroundings.capture() if isinstance(t, Tensor)]
+    on_gpu = call.device.type == "cuda"
+    captured = [t for t in call.unit.surroundings.capture() if isinstance(t, Tensor)]
     noted = sum(t.nbytes for t in captured if t.is_cuda == on_gpu)  # also held while it runs again
     ways, waits = {}, 0
     for k, way in enumerate(_ORDER):
-        first = 5 + 6 * k
-        record, less_result, less_state, back = phases[first : first + 4]
-        last = first + 4  # what is released then is the caller's
+        start = 5 + 6 * k
+        record, less_result, less_state, back = phases[start : start + 4]
+        last = start + 4  # what is released then is the caller's
         remains = record.growth(before=last) + less_result.growth()
         keeps_output = -less_result.growth() < output
         ways[way] = Way(
             held_bytes=max(0, remains - (output if keeps_output else 0)),
             first_bytes=record.peak() + noted,
-            backward_bytes=remains + back.peak(first, last),
+            backward_bytes=remains + back.peak(start, last),
             seconds=max(0.0, seconds[way] - seconds[KEPT]),
             again_seconds=max(seconds[_FORWARD], seconds[_AGAIN.get(way, way)] - seconds[KEPT]),
             keeps_input=-less_state.growth() < input_bytes,
@@ -377,13 +377,13 @@ def _sizes(one: Phases, phases: Sequence[Phase], seconds: dict[int, float]) -> C
         forward_seconds=seconds[_FORWARD],
         ways=tuple(ways[way] for way in (KEPT, LEAN, DROPPED, DROPPED_LEAN)),
         noted_bytes=noted,
-        left_bytes=one.unit.surroundings.left_bytes,
-        reorders_gradient=tuple(one.reorders_gradient),
+        left_bytes=call.unit.surroundings.left_bytes,
+        reorders_gradient=tuple(call.reorders_gradient),
         reorder_bytes=max(0, turned),
-        aliases_input=one.aliases_input,
-        handed_bytes=one.handed,
-        gradient_bytes=max(waits, one.gradient_bytes) + _MARK_BYTES,
-        gradient_slack_bytes=one.apart,
-        packed_bytes=one.packed,
+        aliases_input=call.aliases_input,
+        handed_bytes=call.handed,
+        gradient_bytes=max(waits, call.gradient_bytes) + _MARK_BYTES,
+        gradient_slack_bytes=call.apart,
+        packed_bytes=call.packed,
         ordinary_seconds=seconds[_ORDINARY],
     )

@@ -19,7 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from retrograde.models.rows.arguments import Arguments, tensors_in
 from retrograde.models.rows.call_sizes import PassMeasurements, larger, too_small
-from retrograde.models.rows.rerun import RecomputedCall, RunningPlan, Waiting
+from retrograde.models.rows.rerun import RecomputedCall
+from retrograde.models.rows.running_plan import RunningPlan, Waiting
 from retrograde.plan.calls import OutputLifetime, Part, held_of, peak_of
 from retrograde.replay.surroundings import version
 from retrograde.sizes.cache import Recent
@@ -103,41 +104,41 @@ class JointPlan:
     def __setstate__(self, state: Any) -> None:
         self.__init__(*state)  # type: ignore[misc]
 
-    def begin(self, row: "LayerRun", known: PassMeasurements) -> Pass:
+    def begin(self, row: "LayerRun", measurements: PassMeasurements) -> Pass:
         """Begin this thread's pass through a row."""
         now = getattr(self._running, "now", {})
         at, is_first = self._place(row, now)
         if is_first:
             self._running.now = now = {}
-        now[at] = known, None
+        now[at] = measurements, None
         kinds, whole = self._known.get(_first(now), ({}, None))
-        share = self.shares[at] if at < len(self.rows) else 0
-        own = None
-        if whole is not None and kinds.get(at) is known:
-            start = sum(len(one.sizes) for k, one in kinds.items() if k < at)
-            parts = whole.plan(self.memory)
-            first, last = (
-                bisect_left(parts, n, key=lambda part: part.start)
-                for n in (start, start + len(known.sizes))
+        plan, share = None, self.shares[at] if at < len(self.rows) else 0
+        if whole is not None and kinds.get(at) is measurements:
+            start = sum(len(earlier.sizes) for k, earlier in kinds.items() if k < at)
+            whole_plan = whole.plan(self.memory)
+            first_part, stop_part = (
+                bisect_left(whole_plan, n, key=lambda part: part.start)
+                for n in (start, start + len(measurements.sizes))
             )
-            own = tuple(part.moved(-start) for part in parts[first:last])
-        elif whole is None and known.is_measured and share >= known.least_bytes:
-            own = known.plan(share)
-        now[at] = known, own
-        late = partial(self._late, now, at) if own is None else None
-        is_ordinary = own is not None and known.is_ordinary(own)
-        begun = Pass(known, None if is_ordinary else RunningPlan(own or (), known.tied, late))
+            plan = tuple(part.moved(-start) for part in whole_plan[first_part:stop_part])
+        elif whole is None and measurements.is_measured and share >= measurements.least_bytes:
+            plan = measurements.plan(share)
+        now[at] = measurements, plan
+        late = partial(self._late, now, at) if plan is None else None
+        is_ordinary = plan is not None and measurements.is_ordinary(plan)
+        calls = None if is_ordinary else RunningPlan(plan or (), measurements.tied, late)
+        begun = Pass(measurements, calls)
         self._running.open = row, begun
         return begun
 
     def _place(self, row: "LayerRun", now: "_Running") -> tuple[int, bool]:
         """Return a row's place in a pass, and whether the pass begins with it. More steps than
         there were on the sample come behind, as long as the pass has not gone back."""
-        last, first = max(now, default=-1), self.rows.index(row)
+        last, first_place = max(now, default=-1), self.rows.index(row)
         if not self._repeats:
-            return first, not now or first <= last
+            return first_place, not now or first_place <= last
         if not Waiting.is_on(getattr(self._running, "graph", lambda: None)):
-            return first, True
+            return first_place, True
         places = (k for k in range(last + 1, len(self.rows)) if self.rows[k] is row)
         return next(places, last + 1), False
 
@@ -155,10 +156,10 @@ class JointPlan:
             self._running.graph = Waiting.of(result)
         grown, self._running.grown = getattr(self._running, "grown", None), None
         if grown is not None:  # the next pass is planned anew, or refused
-            known, parts = now[at]
-            own = known.late_bytes if parts is None else peak_of(known.sizes, parts)
-            if (need := self._before(now, at) + own) > self.memory:
-                warnings.warn(larger(grown, need, self.memory, known), stacklevel=7)
+            measurements, plan = now[at]
+            peak = measurements.late_bytes if plan is None else peak_of(measurements.sizes, plan)
+            if (need := self._before(now, at) + peak) > self.memory:
+                warnings.warn(larger(grown, need, self.memory, measurements), stacklevel=7)
             return
         if at == len(self.rows) - 1:
             self._found(now)
@@ -166,11 +167,11 @@ class JointPlan:
     def _found(self, now: "_Running") -> None:
         """Note which kinds of input a pass had. Tell or refuse if it needs more than the budget. A
         pass that left rows out is not refused, since it cannot name what a whole one needs."""
-        kinds, first = {k: one for k, (one, _) in now.items()}, _first(now)
-        late = {k: kind.late_bytes for k, (kind, parts) in now.items() if parts is None}
+        kinds, key = {k: now[k][0] for k in now}, _first(now)
+        late = {k: kind.late_bytes for k, (kind, plan) in now.items() if plan is None}
         need, at = max(((self._before(now, k) + late[k], k) for k in late), default=(0, 0))
-        earlier, _ = self._known.get(first, ({}, None))
-        new, old = ({(k, id(one)) for k, one in each.items()} for each in (kinds, earlier))
+        earlier, _ = self._known.get(key, ({}, None))
+        new, old = ({(k, id(each[k])) for k in each} for each in (kinds, earlier))
         if old and not old < new and need <= self.memory:
             return
         beyond = [OutputLifetime(k + 1, k + 1) for k in range(len(self.waits), max(kinds) + 1)]
@@ -179,7 +180,7 @@ class JointPlan:
         if whole.least_bytes <= self.memory:  # the next ones are planned by it
             self.knows(kinds, whole)
         elif old and not (old < new or new <= old):
-            self._known[first] = kinds, None
+            self._known[key] = kinds, None
         elif len(kinds) == len(self.rows):
             raise too_small(self.memory, whole.least_bytes, whole, _ANEW)
         if need > self.memory:
@@ -191,27 +192,27 @@ class JointPlan:
         at = min(kinds)
         self._known[at, id(kinds[at])] = kinds, whole
 
-    def grows(self, name: str, known: PassMeasurements) -> None:
+    def grows(self, name: str, measurements: PassMeasurements) -> None:
         """Plan anew from the next pass on, since calls of a kind take more than they did."""
         self._running.grown = name
-        for key in [key for key, (kinds, _) in self._known.items() if known in kinds.values()]:
+        for key in [key for key, entry in self._known.items() if measurements in entry[0].values()]:
             del self._known[key]
 
     def _before(self, now: "_Running", at: int) -> int:
         """Return what the rows before one hold, and its own input."""
-        inputs = sum(one.sizes[0].input_bytes for k, (one, _) in now.items() if min(now) < k <= at)
-        calls = [(known.sizes, parts) for k, (known, parts) in now.items() if k < at]
+        inputs = sum(now[k][0].sizes[0].input_bytes for k in now if min(now) < k <= at)
+        calls = [(measurements.sizes, plan) for k, (measurements, plan) in now.items() if k < at]
         group = (Part(0, 1),)
         return inputs + sum(held_of(s, p or (Part(0, len(s), 0, group),)) for s, p in calls)
 
     def _late(self, now: "_Running", at: int) -> tuple[Part, ...]:
-        known = now[at][0]
+        measurements = now[at][0]
         ends = max(now) + 1 == len(self.rows) or getattr(self._running, "ended", None) is now
-        if not ends and all(one.is_measured for one, _ in now.values()):
+        if not ends and all(each.is_measured for each, _ in now.values()):
             self._running.ended = now  # the pass has ended without the last row, or behind it
             self._found(now)
-        noted = sum(call.noted_bytes for call in known.sizes)
-        return known.late_plan(self.memory - self._before(now, at) - noted)
+        noted = sum(call.noted_bytes for call in measurements.sizes)
+        return measurements.late_plan(self.memory - self._before(now, at) - noted)
 
 
 _Kinds = dict[int, PassMeasurements]

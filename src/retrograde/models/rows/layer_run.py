@@ -15,12 +15,12 @@ layer before it.
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate, pairwise
-from typing import Any, cast
+from itertools import pairwise
+from typing import Any
 from weakref import ref
 
 import torch
@@ -31,122 +31,25 @@ from retrograde.machine import MEASURING
 from retrograde.models.rows.arguments import Arguments, made_by, tensors_in
 from retrograde.models.rows.call_sizes import PassMeasurements, Plans
 from retrograde.models.rows.joint_plan import Handed, JointPlan, Pass, where
-from retrograde.models.rows.rerun import RecomputedCall, RunningPlan
+from retrograde.models.rows.rerun import RecomputedCall
 from retrograde.models.rows.rest_of_model import RestOfModel
+from retrograde.models.rows.row_forward import (
+    Attributes,
+    Named,
+    RowForward,
+    is_inplace_activation,
+    own_forward,
+)
+from retrograde.models.rows.running_plan import RunningPlan
 from retrograde.models.rows.trials import try_call
-from retrograde.run.transforms import uncompiled
 from retrograde.torch_private import Dropout
 
-Named = Sequence[tuple[str, nn.Module]]  # modules by name
 Tied = Sequence[tuple[nn.Module, str]]  # where weights are: a module and a name
-
-
-class RowForward:
-    """The ``forward`` of a module in a row, which passes its calls to the row. A module may be
-    called at several places, each of which is a row and a number in it. The state that it is given
-    tells which."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self.places: list[tuple[LayerRun, int]] = []
-
-    @property
-    def __wrapped__(self) -> Callable[..., Any]:
-        """What tells the signature, by which trainers choose what a model is given."""
-        return own_forward(self.module)
-
-    @uncompiled
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        is_rider = is_inplace_activation(self.module)
-        if is_rider or len(self.places) > 1:
-            tensors = tensors_in((args, kwargs))
-            for row, number in self.places:
-                if (now := row.handed.to(tensors)) is not None and now.next == number:
-                    return row.call(number, args, kwargs)
-        if is_rider:  # it may also be called outside of its rows
-            return own_forward(self.module)(*args, **kwargs)
-        row, number = self.places[0]
-        return row.call(number, args, kwargs)
-
-
-_LISTS = nn.ModuleList, nn.Sequential, nn.ModuleDict
-_ROWS = "_retrograde_rows"  # an attribute of a model
-
-
-class Attributes(dict[str, Any]):
-    """The attributes of a module in a row. Whoever copies them gets them without the ``forward`` of
-    the row. So a copy of the module, of any kind, computes with its own weights."""
-
-    @classmethod
-    def of(cls, module: nn.Module) -> "Attributes":
-        if not isinstance(vars(module), cls):
-            object.__setattr__(module, "__dict__", cls(vars(module)))
-        return cast(Attributes, vars(module))
-
-    def copy(self) -> dict[str, Any]:
-        return {name: self[name] for name in super().__iter__() if name != "forward"}
-
-    def keys(self) -> Any:
-        return self.copy().keys()
-
-    def items(self) -> Any:
-        return self.copy().items()
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.copy())
-
-    def __reduce__(self) -> Any:
-        return dict, (self.copy(),)
-
-
-class Installed(RowForward):
-    """The rows of a model, and its ``forward``, which tells if one of their layers was exchanged.
-    It is an attribute of the model, so a copy of that has its own rows."""
-
-    def __init__(
-        self, model: nn.Module, rows: "list[LayerRun]", layers: Named,
-        children: dict[str, dict[str, nn.Module | None]],
-    ) -> None:  # fmt: skip
-        super().__init__(model)
-        self.rows, self.layers, own = rows, layers, Attributes.of(model)
-        self.ours, self.children = {id(layer) for _, layer in layers}, children
-        each = ((f"{name}.{key}", m) for name, then in children.items() for key, m in then.items())
-        self.ours |= {id(m) for name, m in each if name.lstrip(".") in children}
-        own[_ROWS] = self
-        own.setdefault("forward", self)
-        for row in rows:
-            row.install()
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        told = list[str]()
-        for name, then in {} if torch.compiler.is_compiling() else self.children.items():
-            if any(f"{name}.".startswith(f"{one}.") for one in told):
-                continue
-            above: nn.Module | None = self.module
-            for key in filter(None, name.split(".")):
-                above = None if above is None else above._modules.get(key)
-            for key, now in () if above is None else above._modules.items():
-                new = then.get(key) is not now and (key not in then or id(then[key]) in self.ours)
-                if new and now is not None and torch.is_grad_enabled():
-                    told.append(f"{name}.{key}".lstrip("."))
-                    warnings.warn(_NEW.format(told[-1]), stacklevel=4)
-        return own_forward(self.module)(*args, **kwargs)
-
-    def __getstate__(self) -> Any:
-        rows = [row for row in self.rows if row.is_installed()]
-        return self.module, rows, self.layers, self.children
-
-    def __setstate__(self, state: object) -> None:
-        self.__init__(*state)  # type: ignore[misc]
 
 
 _OUT_OF_TURN = (
     "layer {} was not called on the output of the layer before it, as it was for the sample: it is "
     "run by ordinary backpropagation, beyond the budget"
-)
-_NEW = (
-    "layer {} was not there when the model got its budget: it is run by ordinary backpropagation, "
-    "beyond the budget; call budget() again"
 )
 
 
@@ -202,13 +105,13 @@ class LayerRun:
     def install(self) -> None:
         """Pass the calls of the layers to this row from now on."""
         for number, (_, module) in enumerate(self.calls):
-            own = Attributes.of(module)
-            own.setdefault("forward", RowForward(module)).places.append((self, number))
+            attributes = Attributes.of(module)
+            attributes.setdefault("forward", RowForward(module)).places.append((self, number))
 
     def is_installed(self) -> bool:
         """Return whether the calls of the layers are still passed to this row."""
-        own = (vars(module).get("forward") for _, module in self.calls)
-        return all(isinstance(one, RowForward) and self in dict(one.places) for one in own)
+        forwards = (vars(module).get("forward") for _, module in self.calls)
+        return all(isinstance(each, RowForward) and self in dict(each.places) for each in forwards)
 
     def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the call of the model that has this number in the row."""
@@ -269,11 +172,11 @@ class LayerRun:
             now.next = number + 1
             is_own = not part and k in now.kind.active  # and has not the same tensors as before
             may_skip = is_own and now.kind.units and now.kind.units[at].fill is not None
-            own = made_by(result, arguments.leaves if is_own and not may_skip else ())
-            there = [y for y in own if y is not None]
+            outputs = made_by(result, arguments.leaves if is_own and not may_skip else ())
+            there = [y for y in outputs if y is not None]
             self.handed.on(now, there)
             if is_own:
-                now.made = [y if y is None else where(y) for y in own]
+                now.made = [y if y is None else where(y) for y in outputs]
                 if self.sample is not None:
                     self.sample.made.append([*map(ref, there)])
         elif now is not None:
@@ -295,11 +198,11 @@ class LayerRun:
         later = at or rest.rows[0] is not self
         ours = {id(t) for t in (made if later else tensors_in(arguments.state))}
         ours |= {id(t()) for t in rest.made_by_rows}
-        for one in call.given.each:
-            if isinstance(one.value, Tensor):  # else it would look as if the model kept it
-                one.value = one.value.detach()
+        for argument in call.given.each:
+            if isinstance(argument.value, Tensor):  # else it would look as if the model kept it
+                argument.value = argument.value.detach()
         pairs = zip(arguments.leaves, call.given.each, strict=True)
-        rest.hold([one.value for x, one in pairs if id(x) not in ours])
+        rest.hold([argument.value for x, argument in pairs if id(x) not in ours])
 
     def _pass(self, number: int, arguments: Arguments) -> Pass | None:
         """Return the pass of a call whose state is the output of the call before it. The call of
@@ -310,7 +213,7 @@ class LayerRun:
         if now is not None and (now.next == number or self._leaves_out(now, number, arguments)):
             return now
         k, part = self.parts[number]
-        active = [k for k, one in enumerate(self.layers) if not passes_through(one[0])]
+        active = [k for k, modules in enumerate(self.layers) if not passes_through(modules[0])]
         if part == 0 and active[:1] == [k] and state:
             return self._begin(active, arguments)
         if k not in active:
@@ -328,14 +231,14 @@ class LayerRun:
     def _leaves_out(self, now: Pass, number: int, arguments: Arguments) -> bool:
         """Pass over the calls before one that the model does not make this time. In the plan they
         are made, and return what they are given. Return whether this is possible."""
-        (first, rider), (k, part) = self.parts[now.next], self.parts[number]
+        (first_layer, rider), (k, part) = self.parts[now.next], self.parts[number]
         if self.sample is not None or rider or part or now.next > number:
             return False
         state = tensors_in(arguments.state)
         now.made = now.made or [*map(where, state)]
         made = now.made_of(arguments)
         same = Arguments(tuple(torch.empty(0, device="cpu") if t is None else t for t in made))
-        for at in (at for at, k_ in enumerate(now.kind.active) if first <= k_ < k):
+        for at in (at for at, k_ in enumerate(now.kind.active) if first_layer <= k_ < k):
             if now.calls is None:
                 break
             try:
@@ -348,30 +251,30 @@ class LayerRun:
         return True
 
     def _begin(self, active: list[int], arguments: Arguments) -> Pass:
-        layers = [layer for one in self.layers for layer in one]
+        layers = [layer for modules in self.layers for layer in modules]
         tied = frozenset(p for m, name in self.tied if (p := m._parameters.get(name)) is not None)
         unknown = partial(PassMeasurements, active, tied=tied, kept=self.kept, lingers=self.lingers)
-        known = self.plans.kind_of(layers, arguments, unknown)
-        if known is None:
+        measurements = self.plans.kind_of(layers, arguments, unknown)
+        if measurements is None:
             return Pass(unknown(), None)
         if (sample := self.sample) is not None:
-            sample.kinds.append(known)
+            sample.kinds.append(measurements)
             sample.numbers.append([sample.numbers[-1].pop()])
             self.kept.update(self._alive())
             sample.made = [[*map(ref, tensors_in(arguments.state))]]
-            return Pass(known, RunningPlan((), known.tied, partial(known.late_plan, 0)))
-        return self.joint_plan.begin(self, known)
+            late = partial(measurements.late_plan, 0)
+            return Pass(measurements, RunningPlan((), measurements.tied, late))
+        return self.joint_plan.begin(self, measurements)
 
     def _measure(
-        self, known: PassMeasurements, at: int, arguments: Arguments,
+        self, measurements: PassMeasurements, at: int, arguments: Arguments,
         made: Sequence[Tensor | None] | None,
     ) -> None:  # fmt: skip
         """Try and measure an active layer, if it is the next one that is not known. ``made`` are
         the tensors that the call before made."""
-        if len(known.sizes) > at:
+        if len(measurements.sizes) > at:
             return
-        k = known.active[at]
-        layers = self.layers[k]
+        layers = self.layers[k := measurements.active[at]]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             value = own_forward(layers[0])(*args, **kwargs)
@@ -380,64 +283,15 @@ class LayerRun:
             return value
 
         with MEASURING:  # another thread may be measuring the same
-            if len(known.sizes) == at:
+            if len(measurements.sizes) == at:
                 unit = try_call(self.names[k], forward, layers, arguments)[0]
-                sizes = self.plans.measure(unit, layers, arguments, made, known.tied)
-                known.add(unit, sizes)
-                if known.is_measured and self.sample is None:
-                    known.settle()
+                sizes = self.plans.measure(unit, layers, arguments, made, measurements.tied)
+                measurements.add(unit, sizes)
+                if measurements.is_measured and self.sample is None:
+                    measurements.settle()
 
 
 def passes_through(layer: nn.Module) -> bool:
     """Return whether a layer returns the very tensor that it is given."""
     is_off = isinstance(layer, Dropout) and (not layer.training or layer.p == 0)
     return is_off or isinstance(layer, nn.Identity)
-
-
-@contextmanager
-def released(model: nn.Module) -> Iterator[None]:
-    """Give all modules their own forward pass in a block, so that no row gets their calls."""
-    removed = _release(model)
-    try:
-        yield
-    finally:
-        _release(model)
-        for own, forward in removed:
-            own["forward"] = forward
-
-
-def _release(model: nn.Module) -> list[tuple[dict[str, Any], RowForward]]:
-    """Give all modules their own forward pass. Return their attributes, and what they had."""
-    own = map(vars, model.modules())
-    removed = [(one, one["forward"]) for one in own if isinstance(one.get("forward"), RowForward)]
-    for one, _ in removed:
-        del one["forward"]
-    return removed
-
-
-def install(model: nn.Module, rows: "Sequence[LayerRun]") -> None:
-    """Pass the calls of layers to these rows alone from now on, also in copies of the model."""
-    _release(model)
-    for module in model.modules():
-        vars(module).pop(_ROWS, None)
-    if rows:
-        ours = {id(layer) for row in rows for _, layer in row.calls}
-        every = model.named_modules(remove_duplicate=False)
-        layers = [(name, m) for name, m in every if id(m) in ours]
-        above = {name.rpartition(".")[0] for name, _ in layers}
-        ups = {u for one in above for u in ("", *accumulate(one.split("."), "{}.{}".format))}
-        above |= {name for name in ups if isinstance(model.get_submodule(name), _LISTS)}
-        children = {name: {**model.get_submodule(name)._modules} for name in sorted(above)}
-        Installed(model, [*rows], layers, children)
-
-
-def is_inplace_activation(module: nn.Module) -> bool:
-    """Return whether a module is a rider: an activation that works in place."""
-    kind = type(module)
-    is_activation = kind.__module__ == nn.ReLU.__module__ and kind is not nn.RReLU  # which draws
-    return is_activation and bool(getattr(module, "inplace", False))
-
-
-def own_forward(module: nn.Module) -> Callable[..., Any]:
-    """Return the forward pass of a module's class, without a :class:`RowForward`."""
-    return partial(type(module).forward, module)

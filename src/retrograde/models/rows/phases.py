@@ -19,8 +19,9 @@ from torch.autograd.graph import get_gradient_edge
 from retrograde.errors import NotExactError
 from retrograde.machine import now
 from retrograde.models.rows.arguments import Arguments, RerunArguments, memory_of, tensors_in
-from retrograde.models.rows.rerun import KEPT, Recomputable, RunningPlan
+from retrograde.models.rows.rerun import KEPT, Recomputable
 from retrograde.models.rows.rest_of_model import filling
+from retrograde.models.rows.running_plan import RunningPlan
 from retrograde.models.rows.trials import Leave
 from retrograde.plan.calls import Part
 from retrograde.replay.fingerprints import fingerprints
@@ -50,8 +51,8 @@ class Phases:
         ours = {id(t): n for n, t in enumerate(state)}
         self.places = [ours.get(id(leaf)) for leaf in leaves]
         self.leaves = [None if id(leaf) in ours else leaf for leaf in leaves]
-        for one in () if first else self.arguments.each:
-            one.has_node |= one.wants  # a leaf is only given where the layers before are left out
+        for argument in () if first else self.arguments.each:
+            argument.has_node |= argument.wants  # a leaf: only where the layers before are left out
         self.reruns, self.begun = replace(unit.reruns, counts=False), unit.surroundings.capture()
         self.before = [(slot, slot.read()) for slot in unit.surroundings.changing]
         self.lengths = [*map(len, unit.surroundings.growing)]
@@ -138,16 +139,16 @@ class Phases:
     def backpropagate(self) -> None:
         root, edges, turned = [*self.root], [*self.edges], self.way == TURNED
         self.root, self.edges = [], []
-        own = [t for t in self.unit.reads if t.requires_grad and t.is_leaf]
-        if root and (edges or own):
+        weights = [t for t in self.unit.reads if t.requires_grad and t.is_leaf]
+        if root and (edges or weights):
             for shape, dtype, device in self.like:
                 seed = torch.ones(shape[:: -1 if turned else 1], dtype=dtype, device=device)
                 seed.view(-1)[::3].mul_(0.5)  # a sum alone may have no gradient
                 self.seeds.append(seed.permute([*range(seed.dim())][::-1]) if turned else seed)
                 del seed
             begin = [torch.empty(0, device=self.device)]
-            with as_accumulated(own, self.tied):
-                gradients = self._timed(grad, root, [*edges, *own], begin, allow_unused=True)
+            with as_accumulated(weights, self.tied):
+                gradients = self._timed(grad, root, [*edges, *weights], begin, allow_unused=True)
             self.shown[self.way] = fingerprints(g for g in gradients if g is not None)
             back = [g for g in gradients[: len(edges)] if g is not None]
             self.reorders_gradient[turned] = any(not g.is_contiguous() for g in back)

@@ -81,11 +81,11 @@ class RestOfModel(TorchFunctionMode):
         its number."""
         now = len(self._begins)
         for t in _tensors(arguments):
-            if (one := self._memory.get(address_of(t))) is not None:
-                if not counts and one.since < math.inf:
-                    self._inputs[address_of(t)] = one  # a run without gradients will not hold it
-                one.close(now, math.inf)
-                one.taken = now
+            if (memory := self._memory.get(address_of(t))) is not None:
+                if not counts and memory.since < math.inf:
+                    self._inputs[address_of(t)] = memory  # a run without gradients will not hold it
+                memory.close(now, math.inf)
+                memory.taken = now
         self._begins.append(next_node())
         return now
 
@@ -94,25 +94,25 @@ class RestOfModel(TorchFunctionMode):
         self._ends.append(next_node())
         nodes = [t.grad_fn and (number_of(t.grad_fn), t.output_nr) for t in _tensors(result)]
         self._results.append([*zip(self._note(result), nodes, strict=True)])
-        for one, _ in self._results[-1]:
-            one.close(len(self._ends), math.inf)
+        for memory, _ in self._results[-1]:
+            memory.close(len(self._ends), math.inf)
 
     def finish(self, apart: object, results: object) -> None:
         """Sum up what was held, but for memory of ``apart`` and of ``results``."""
-        known = {address_of(t) for t in _tensors((apart, results))}
-        alive = (t.untyped_storage() for one in self._saved if (t := one()) is not None)
+        left_out = {address_of(t) for t in _tensors((apart, results))}
+        alive = (t.untyped_storage() for reference in self._saved if (t := reference()) is not None)
         saved = {address_of(storage): storage.nbytes() for storage in alive}
-        saved |= {key: one.nbytes for key, one in self._inputs.items()}
-        either = known | saved.keys()
-        rest = [one for key, one in [*self._memory.items()] if key not in either]
-        stays = sum(one.nbytes for one in rest if one.tensors and one.since < math.inf)
-        for one in rest:
-            if one.tensors:
-                one.close(len(self._begins), math.inf)
-        forward = _most((one.nbytes, *span) for one in rest for span in one.spans)
-        there = [t() for one in [*self._memory.values()] for t in one.tensors.values()]
+        saved |= {key: memory.nbytes for key, memory in self._inputs.items()}
+        either = left_out | saved.keys()
+        rest = [memory for key, memory in [*self._memory.items()] if key not in either]
+        stays = sum(memory.nbytes for memory in rest if memory.tensors and memory.since < math.inf)
+        for memory in rest:
+            if memory.tensors:
+                memory.close(len(self._begins), math.inf)
+        forward = _most((memory.nbytes, *span) for memory in rest for span in memory.spans)
+        there = [t() for memory in [*self._memory.values()] for t in memory.tensors.values()]
         self._walk(there, results)
-        self._sums = sum(saved[key] for key in saved.keys() - known), forward, stays
+        self._sums = sum(saved[key] for key in saved.keys() - left_out), forward, stays
 
     def held_bytes(self, call_numbers: Sequence[Sequence[int]]) -> int:
         """Return the most bytes that were held, if some rows of calls count what their results
@@ -125,21 +125,21 @@ class RestOfModel(TorchFunctionMode):
         memories = []
         for t in _tensors(result):
             key, now = address_of(t), len(self._begins)
-            if (one := self._memory.get(key)) is None:
+            if (memory := self._memory.get(key)) is None:
                 storage = t.untyped_storage()
-                one = self._memory[key] = _Memory(StorageWeakRef(storage), storage.nbytes())
-            if not one.tensors:
-                one.since, one.left = max(one.since, now), math.inf
-            one.tensors[id(t)] = ref(t, partial(self._forget, key, one, id(t)))
-            memories.append(one)
+                memory = self._memory[key] = _Memory(StorageWeakRef(storage), storage.nbytes())
+            if not memory.tensors:
+                memory.since, memory.left = max(memory.since, now), math.inf
+            memory.tensors[id(t)] = ref(t, partial(self._forget, key, memory, id(t)))
+            memories.append(memory)
         return memories
 
-    def _forget(self, key: int, one: _Memory, tensor: int, _: object) -> None:
-        one.tensors.pop(tensor, None)
-        if not one.tensors:
-            one.left = len(self._begins)
-            one.close(len(self._begins), 0)
-            if not one.spans:
+    def _forget(self, key: int, memory: _Memory, tensor: int, _: object) -> None:
+        memory.tensors.pop(tensor, None)
+        if not memory.tensors:
+            memory.left = len(self._begins)
+            memory.close(len(self._begins), 0)
+            if not memory.spans:
                 self._memory.pop(key, None)
 
     def _walk(self, *roots: Any) -> None:
@@ -162,35 +162,35 @@ class RestOfModel(TorchFunctionMode):
                 heappush(pending, (-number_of(inner), id(inner), inner))
                 key, like = (number_of(inner), nr), outputs_of(inner)[nr]
                 nested = like.is_cpp_nested_tensor  # which has no shape
-                own = 0 if nested else math.prod(like.shape) * like.dtype.itemsize
-                candidates = [(own, key), memory.get(inner, (0, key))]
+                own_bytes = 0 if nested else math.prod(like.shape) * like.dtype.itemsize
+                candidates = [(own_bytes, key), memory.get(inner, (0, key))]
                 candidates += [memory[node]] if hands_on(node, to) else []
                 by, _, before = self._last.get(key, (0, 0, (0, key)))
                 memory[inner] = max(candidates)
-                self._last[key] = max(by, number_of(node)), own, max(*candidates, before)
+                self._last[key] = max(by, number_of(node)), own_bytes, max(*candidates, before)
 
     def _waiting(self, call_numbers: Sequence[Sequence[int]]) -> Iterable[tuple[int, int, int]]:
         """Yield the gradients of what was not made by calls: bytes, and the calls while which they
         wait. Backward, the nodes of the graph run in the opposite order of their numbers."""
         results = (node for numbers in call_numbers for _, node in self._results[numbers[-1]])
         counted = {self._last[node][2][1] for node in results if node in self._last}  # by rows
-        for (made, _), (used, own, (nbytes, owner)) in self._last.items():
-            first, stop = bisect_right(self._begins, made), bisect_right(self._ends, used)
-            if first == 0 or made >= self._ends[first - 1]:
-                yield own if owner in counted else nbytes, first, stop
+        for (made, _), (used, own_bytes, (nbytes, owner)) in self._last.items():
+            start, stop = bisect_right(self._begins, made), bisect_right(self._ends, used)
+            if start == 0 or made >= self._ends[start - 1]:
+                yield own_bytes if owner in counted else nbytes, start, stop
 
     def waits(self, call_numbers: Sequence[Sequence[int]]) -> Iterable[OutputLifetime]:
         """Yield how long the result of each row of calls waits."""
-        first = [numbers[0] for numbers in call_numbers]
-        ends = [self._ends[call] for call in first]
+        starts = [numbers[0] for numbers in call_numbers]
+        ends = [self._ends[call] for call in starts]
         for at, numbers in enumerate(call_numbers):
             runs, back, spread = at + 1, at + 1, 1.0
-            for one, node in self._results[numbers[-1]]:
-                there = [row for row, k in enumerate(first, 1) if one.left > k + (one.taken == k)]
-                runs = max([runs, *there])
-                read, own, (most, _) = self._last.get(node, (0, 1, (1, None)))
-                back = max(back, bisect_right(ends, read) if one.left < math.inf else len(ends))
-                spread = max(spread, most / max(1, own))
+            for memory, node in self._results[numbers[-1]]:
+                later = (call + (memory.taken == call) for call in starts)
+                runs = max([runs, *(row for row, k in enumerate(later, 1) if memory.left > k)])
+                read, own_bytes, (most, _) = self._last.get(node, (0, 1, (1, None)))
+                back = max(back, bisect_right(ends, read) if memory.left < math.inf else len(ends))
+                spread = max(spread, most / max(1, own_bytes))
             yield OutputLifetime(runs, back, spread)
 
 
@@ -221,9 +221,9 @@ def hands_on(node: Any, to: int) -> bool:
 def _most(spans: Iterable[tuple[int, int, int]]) -> int:
     """Return the most bytes at one time, of some that are there from one time to another."""
     changes = Counter[int]()
-    for nbytes, first, stop in spans:
-        if first < stop:
-            changes[first] += nbytes
+    for nbytes, start, stop in spans:
+        if start < stop:
+            changes[start] += nbytes
             changes[stop] -= nbytes
     return max(accumulate(changes[at] for at in sorted(changes)), default=0)
 

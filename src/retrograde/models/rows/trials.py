@@ -112,9 +112,9 @@ def _tried(
     )  # fmt: skip
     handed = alone(result) if isinstance(result, Tensor) else None
     del result, outputs, made
-    if any(one() is not None for one in saved):  # what a graph saved lives as long as that
+    if any(reference() is not None for reference in saved):  # what a graph saved lives with it
         gc.collect()  # of cycles
-    if any(one() is not None for one in saved):
+    if any(reference() is not None for reference in saved):
         raise NotExactError(_LEAVES.format(name))
     return tried, handed
 
@@ -163,7 +163,7 @@ def _shares_casts(outputs: Sequence[Tensor], device: torch.device) -> bool:
         if node is None or node in seen:
             continue
         seen.add(node)
-        inner = [one for one, _ in node.next_functions]
+        inner = [source for source, _ in node.next_functions]
         if node.name() == "ToCopyBackward0" and hasattr(inner[0], "variable"):
             if inner[0] in cast:
                 return True
@@ -193,23 +193,23 @@ def parts_of(layers: Sequence[nn.Module]) -> list[nn.Module]:
         part = pending.pop()
         if id(part) not in modules:
             modules[id(part)] = part
-            pending += [one for one in reversed(part._modules.values()) if one is not None]
+            pending += [child for child in reversed(part._modules.values()) if child is not None]
     return [*modules.values()]
 
 
-def tensors_of(parts: Sequence[nn.Module]) -> list[Tensor]:
+def tensors_of(modules: Sequence[nn.Module]) -> list[Tensor]:
     """Return the parameters and buffers of some modules, without those inside of these."""
-    tables = (table for part in parts for table in (part._parameters, part._buffers))
+    tables = (table for part in modules for table in (part._parameters, part._buffers))
     return [t for table in tables for t in table.values() if t is not None]
 
 
-def options_key(parts: Sequence[nn.Module], tensors: Sequence[Tensor]) -> Hashable:
+def options_key(modules: Sequence[nn.Module], tensors: Sequence[Tensor]) -> Hashable:
     """Return all that trials and sizes of some modules depend on, besides what they are given: the
     objects, their options, and their ``tensors``. It keeps none of these alive. A fraction may
     be annealed, so it tells only whether it is zero."""
     options = [
         (name, bool(value) if isinstance(value, float) else value)
-        for part in parts
+        for part in modules
         for name, value in (("id", id(part)), *vars(part).items())
         if value.__class__ not in _TABLES and isinstance(value, _OPTIONS)  # the first is faster
     ]
@@ -220,7 +220,7 @@ def options_key(parts: Sequence[nn.Module], tensors: Sequence[Tensor]) -> Hashab
 _OPTIONS, _TABLES = (bool, int, float, str, type(None)), {dict, OrderedDict, set}
 
 
-def architecture_key(parts: Sequence[nn.Module]) -> Hashable:
+def architecture_key(modules: Sequence[nn.Module]) -> Hashable:
     """Return a description of some modules, equal for modules that behave alike. It has their
     classes, options and sizes, and which of them share a module or a tensor. It is None unless all
     are torch's own, without hooks."""
@@ -230,7 +230,7 @@ def architecture_key(parts: Sequence[nn.Module]) -> Hashable:
         return numbers.setdefault(id(value), len(numbers))
 
     described = []
-    for part in parts:
+    for part in modules:
         part_class, own = type(part), vars(part)
         if not part_class.__module__.startswith("torch.nn.modules."):
             return None
