@@ -16,7 +16,8 @@ from retrograde.kernels.cpu.llvm.lanes import (
     store,
     tanh,
 )
-from retrograde.kernels.cpu.llvm.tiles import PANEL, dots, panels, product, whole_vectors
+from retrograde.kernels.cpu.llvm.panels import PANEL, panels, whole_vectors
+from retrograde.kernels.cpu.llvm.tiles import dots, product
 
 DTYPES = pytest.mark.parametrize("dtype", [np.float32, np.float64])
 

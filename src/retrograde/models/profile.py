@@ -12,7 +12,8 @@ from torch import nn
 from retrograde.cells.as_cell import as_cell
 from retrograde.cells.cell import Cell, examine, later_state
 from retrograde.errors import NotExactError
-from retrograde.models.sequential import measure_network, named_layers
+from retrograde.models.chain_units import measure_network
+from retrograde.models.sequential import named_layers
 from retrograde.replay.switches import autocast_as_now
 from retrograde.replay.trees import flatten, flatten_state
 from retrograde.run.layout import Straight, check_length

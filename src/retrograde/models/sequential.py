@@ -1,11 +1,9 @@
 """``torch.nn.Sequential`` within a byte budget, or backpropagated by a parallel scan.
 
-With ``memory=`` alone, the first call for a kind of input tries every layer, measures it, and finds
-a plan for the budget (:mod:`retrograde.plan.calls`). Later calls look these up. A layer that writes
-to its input (an in-place ReLU), or only reshapes it (``Flatten``), shares memory with the layer
-before it. Both become one *unit*, so no later layer writes to what is kept. Measured times decide
-which plan is fastest, and they vary. So another process may follow another plan; its gradient is
-the same, bit for bit.
+With ``memory=`` alone, the first call for a kind of input tries every layer, measures it
+(``chain_units.py``), and finds a plan for the budget (:mod:`retrograde.plan.calls`). Later calls
+look these up. Measured times decide which plan is fastest, and they vary. So another process may
+follow another plan; its gradient is the same, bit for bit.
 
 With ``backward="scan"``, the backward pass is a scan over Jacobians
 (:mod:`retrograde.scan.chain_scan`), and ``memory`` bounds the bytes of these.
@@ -13,46 +11,30 @@ With ``backward="scan"``, the backward pass is a scan over Jacobians
 
 import warnings
 from collections import OrderedDict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from retrograde.errors import NotExactError, ScanError
-from retrograde.models.rows.arguments import Arguments, alone, made_by, tensors_in, tied
+from retrograde.models.chain_units import NOTHING, Layers, measured
+from retrograde.models.rows.arguments import Arguments, made_by, tensors_in
 from retrograde.models.rows.call_sizes import PassMeasurements, Plans, larger
-from retrograde.models.rows.phases import do_most
-from retrograde.models.rows.rerun import Recomputable
 from retrograde.models.rows.running_plan import RunningPlan
-from retrograde.models.rows.trials import try_call
 from retrograde.plan.calls import CallSizes, Part, Way, kept_whole, peak_of, seconds_of
-from retrograde.run.core import unsaved
 from retrograde.run.states import bytes_of_gradients, shaped
 from retrograde.run.transforms import besides_forward, uncompiled
 from retrograde.scan.chain_scan import SCAN_CHOICES, ChainScan, ScanChoice
 from retrograde.scan.sparse.feedforward import Algorithm
 from retrograde.scan.sparse.rules import register_layer
 from retrograde.scan.sparse.transposed import room
-from retrograde.schedule import Chain
 from retrograde.sizes.cache import LRUCache
 from retrograde.units import Memory, MemoryAttribute, as_bytes, format_bytes
 
-Layers = Sequence[tuple[str, nn.Module]]
 _OPTIONS = ("memory", "backward", "algorithm", "levels")
 _ALGORITHMS = ("auto", "linear", "blelloch", "hybrid")
-_MOST_UNITS = 200  # a plan for more takes long: neighbours are taken together
-_WRITES = (
-    "layer {} writes in place to {}, which is used again: expected it to leave that as it is; give "
-    "it inplace=False, or let it return a new tensor"
-)
-_NOTHING = (
-    "there is nothing to backpropagate: expected a layer with a parameter, or an input, that "
-    "requires a gradient, and no meta or fake tensors"
-)
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,7 +189,7 @@ class Sequential(nn.Sequential):
                 "backward; only layers within a budget have a schedule"
             )
         if (measurements := self._kind(input := shaped(input, self))) is None:
-            raise NotExactError(_NOTHING)
+            raise NotExactError(NOTHING)
         wanted = *tensors_in(input), *self.parameters()
         plan = measurements.plan(allowed := as_bytes(self.memory, measurements.ordinary_bytes))
         seconds, ordinary = measurements.seconds(allowed)
@@ -318,98 +300,3 @@ def _check_options(backward: Any, algorithm: Any, levels: Any, memory: Memory | 
         raise ScanError(f"levels={levels}: expected 0 (linear) or more")
     if memory is not None and backward is not None:
         room(memory, torch.device("cpu"))  # raises if it cannot be read
-
-
-def measure_network(layers: Layers, input: object, repeats: int) -> Chain:
-    weights = [p for _, layer in layers for p in layer.parameters()]
-    if not any(t.requires_grad for t in (*tensors_in(input), *weights)):
-        raise NotExactError(_NOTHING)
-    measurements = measured(layers, input, Plans(), repeats)
-    sizes = measurements.sizes  # of calls that are kept whole
-    internal, forward, record, backward = [], [], [], []
-    for size in sizes:
-        way, output = size.ways[0], size.output_bytes
-        internal.append(way.held_bytes + output)
-        forward.append(max(0, size.forward_bytes - size.noted_bytes - output))
-        record.append(max(0, way.first_bytes - size.noted_bytes - internal[-1]))
-        ends = size.input_bytes + output * (1 + way.keeps_output)
-        backward.append(max(0, way.backward_bytes - way.held_bytes - ends))
-    return Chain(
-        forward_seconds=[size.forward_seconds for size in sizes],
-        backward_seconds=[max(0.0, size.ordinary_seconds - size.forward_seconds) for size in sizes],
-        output_bytes=[size.output_bytes for size in sizes],
-        internal_bytes=internal,
-        forward_transient_bytes=forward,
-        record_transient_bytes=record,
-        backward_transient_bytes=backward,
-        keeps_input=[size.ways[0].keeps_input for size in sizes],
-        keeps_output=[size.ways[0].keeps_output for size in sizes],
-        names=[unit.name for unit in measurements.units],
-        input_bytes=sizes[0].input_bytes,
-        overhead_bytes=sum(size.noted_bytes + size.left_bytes for size in sizes),
-    )
-
-
-def measured(
-    layers: Layers, input: object, plans: Plans, repeats: int | None = None
-) -> PassMeasurements:
-    """Divide layers into units, and try and measure each, on an input. A layer that cannot be run
-    exactly is refused by its name."""
-    together = -(-len(layers) // _MOST_UNITS)
-    measurements = PassMeasurements(tied=tied(layer.parameters() for _, layer in layers))
-    made, value = None, _alone(input)
-    tried, result = _try(layers[:1], value)
-    if tried.writes:
-        raise NotExactError(_WRITES.format(layers[0][0], "the chain's input"))
-    while layers:
-        after, follows, size = tried, None, 1
-        while size < len(layers):
-            result = _result(tried, value) if result is None else result
-            after, follows = _try(layers[size : size + 1], result)
-            begins = not measurements.units and not tried.is_apart
-            if after.is_apart and not (after.writes or begins or size < together):
-                break
-            size += 1
-            tried, result = _try(layers[:size], value)
-            if tried.writes:
-                whose = "the chain's input"
-                if measurements.units:
-                    whose = f"what layer {layers[0][0]} was given"
-                raise NotExactError(_WRITES.format(layers[size - 1][0], whose))
-        modules, arguments = [layer for _, layer in layers[:size]], Arguments((value,))
-        spare = [result, follows]  # computed once more, if they are not to be held meanwhile
-        del result, follows
-        sizes = plans.measure(tried, modules, arguments, made, measurements.tied, repeats, spare)
-        measurements.add(tried, sizes)
-        result, follows = spare or (None, None)
-        if size < len(layers):
-            value, result = _result(tried, value) if result is None else result, follows
-            made = made_by(value, arguments.leaves)
-        layers, tried = layers[size:], after
-    measurements.settle()
-    return measurements
-
-
-def _try(layers: Layers, value: object) -> tuple[Recomputable, Any]:
-    arguments, name = Arguments((value,)), "-".join(dict.fromkeys((layers[0][0], layers[-1][0])))
-    if (reason := arguments.refusal()) is not None:
-        raise NotExactError(f"layer {name} {reason}")
-    modules = [layer for _, layer in layers]
-
-    def forward(value: object) -> Any:
-        for layer in modules:
-            value = layer(value)
-        return value
-
-    return try_call(name, forward, modules, arguments)
-
-
-def _result(unit: Recomputable, value: object) -> Any:
-    """Run a unit, and leave no trace."""
-    with unit.surroundings.measured(), unsaved():
-        return _alone(do_most(unit, value))
-
-
-def _alone(value: object) -> Any:
-    """Return a value without the graph that it came from; its tensors require what they did."""
-    return pytree.tree_map_only(Tensor, alone, value)

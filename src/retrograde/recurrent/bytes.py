@@ -14,7 +14,7 @@ from typing import Literal
 from retrograde.kernels.cells import AnyKind, Formula, form_of
 from retrograde.kernels.cpu.layer import Backward, Forward
 from retrograde.kernels.cpu.llvm.barrier import MANY_SAMPLES, parts_of_units
-from retrograde.kernels.cpu.llvm.tiles import PANEL, whole_vectors
+from retrograde.kernels.cpu.llvm.panels import PANEL, whole_vectors
 from retrograde.kernels.cpu.products import room_of_outer, room_of_product, threads_with_room
 from retrograde.kernels.cpu.sweep import numbers_of_sweep
 from retrograde.plan.footprint import Curve

@@ -212,10 +212,8 @@ class Values:
         for (holder, form), then in zip(self.found.holders, self.values, strict=True):
             for key in dict.fromkeys((*then, *dict.keys(holder))):
                 before, now = then.get(key, ABSENT), dict.get(holder, key, ABSENT)
-                if before is now:
-                    continue
                 plain = type(before) is type(now) and type(now) in PLAIN
-                if not (plain and before == now):
+                if before is not now and not (plain and before == now):
                     slots.append((Slot(holder, key, form.format(key)), before, now))
         return slots
 

@@ -29,7 +29,8 @@ from retrograde.kernels.cpu.llvm.lanes import (
     store,
     store_each,
 )
-from retrograde.kernels.cpu.llvm.tiles import PANEL, pack, product, whole_vectors
+from retrograde.kernels.cpu.llvm.panels import PANEL, pack, whole_vectors
+from retrograde.kernels.cpu.llvm.tiles import product
 
 # The numbers of a copy's cell. Its gates may be computed again, or be kept, or neither.
 GATES = WHOLE = SPLIT = OTHERS = ASIDE = UNITS = 0

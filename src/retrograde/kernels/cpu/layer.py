@@ -24,8 +24,8 @@ from retrograde.kernels.cpu.backward_loops import BackwardArrays, room_for
 from retrograde.kernels.cpu.forward_loops import ForwardArrays
 from retrograde.kernels.cpu.llvm.barrier import bounds_of_units, parts_of_units, share_or_meet
 from retrograde.kernels.cpu.llvm.lanes import LANES, Reals
+from retrograde.kernels.cpu.llvm.panels import panels, panels_of, whole_vectors
 from retrograde.kernels.cpu.llvm.threads import numbered, parts_for, share
-from retrograde.kernels.cpu.llvm.tiles import panels, panels_of, whole_vectors
 from retrograde.kernels.cpu.loops import loops_of
 from retrograde.kernels.cpu.products import linear
 from retrograde.kernels.cpu.sweep import ELEMENT_WORK, starts_of

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from retrograde.kernels.cpu.llvm.lanes import LANES, Reals, compiled, load, store
+from retrograde.kernels.cpu.llvm.panels import PANEL, pack
 from retrograde.kernels.cpu.llvm.threads import THREAD_WORK, numbered, parts_for, share
-from retrograde.kernels.cpu.llvm.tiles import PANEL, dots, pack, product
+from retrograde.kernels.cpu.llvm.tiles import dots, product
 
 #: The rows from which on a product copies what it reads often, a few columns at a time.
 MANY_ROWS = 128

@@ -23,8 +23,8 @@ from retrograde.kernels.cpu.llvm.barrier import (
     share_or_meet,
 )
 from retrograde.kernels.cpu.llvm.lanes import Reals
+from retrograde.kernels.cpu.llvm.panels import panels, panels_of, whole_vectors
 from retrograde.kernels.cpu.llvm.threads import numbered, parts_for, share
-from retrograde.kernels.cpu.llvm.tiles import panels, panels_of, whole_vectors
 
 #: The arrays ``starts``, ``entry`` and ``to_entry`` of resets.
 ResetArrays = tuple[NDArray[np.bool_], Reals, Reals]

@@ -22,7 +22,8 @@ from retrograde.kernels.cpu.llvm.lanes import (
     store,
     store_each,
 )
-from retrograde.kernels.cpu.llvm.tiles import PANEL, product, whole_vectors
+from retrograde.kernels.cpu.llvm.panels import PANEL, whole_vectors
+from retrograde.kernels.cpu.llvm.tiles import product
 
 
 @compiled

@@ -125,10 +125,8 @@ class Division:
         if self.rest_bytes:
             told.append(f"the rest of the model {_REST.format(format_bytes(self.rest_bytes))}")
         if self.seconds and self.ordinary_seconds:
-            ratio = self.seconds / self.ordinary_seconds
-            told.append(
-                f"these modules take {self.seconds:.3g} s, {ratio:.2f} times ordinary ones'"
-            )
+            times = f"{self.seconds:.3g} s, {self.seconds / self.ordinary_seconds:.2f} times"
+            told.append(f"these modules take {times} ordinary ones'")
         told += [f"left as it was, with nothing to backpropagate: {names[n]}" for n in self.left]
         told += [f"left as it was: {name} {reason}" for name, reason in self.refused.items()]
         return "\n".join([aligned(table), *told])

@@ -11,7 +11,6 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from torch import Tensor
 
 from retrograde.kernels.cpu.llvm.kinds import Args, Builder, Kind, Signature, Target, Value, Written
 from retrograde.kernels.cpu.llvm.lanes import (
@@ -21,18 +20,13 @@ from retrograde.kernels.cpu.llvm.lanes import (
     compiled,
     inlined,
     intrinsic,
-    load,
     mask,
     masked,
-    store,
     total_of,
     vector_of,
 )
+from retrograde.kernels.cpu.llvm.panels import PANEL, VECTORS
 
-#: The vectors of a panel, and its columns. Wide vectors come in pairs, so layers of 32, 64, …
-#: units have no columns of zeros.
-VECTORS = 2 if LANES == 16 else 3
-PANEL = VECTORS * LANES
 #: The most rows of a tile. Their sums fill most of 16 registers, or of 32 large ones.
 ROWS = 8 if LANES == 16 else 4
 
@@ -57,7 +51,7 @@ def product(
 ) -> None:  # fmt: skip
     """Add a @ u to out. ``a`` and ``out`` are flat. The rows of ``a`` begin at ``start``,
     ``to_row`` apart, and have R numbers, ``to_term`` apart. Those of ``out`` are ``width`` apart.
-    ``u`` is in :func:`panels` (P, R, PANEL), of which the first ``columns`` columns are used, or a
+    ``u`` is in panels (P, R, PANEL), of which the first ``columns`` columns are used, or a
     plain matrix (1, R, W)."""
     short = u.shape[2] % LANES  # what a plain row has behind its whole vectors
     full = u.shape[2] - short if short else columns
@@ -142,58 +136,6 @@ def _in_panel(
         _tile(a, at, to_row, to_term, u, p, out, to, width, left, rows, 1)
 
 
-def panels(*matrices: Tensor) -> Tensor:
-    """Return copies of matrices (R, N) in panels (M, P, R, PANEL), padded with zeros. The matrices
-    may be views, and N may differ. Views (R, K, N / K) are copied once more, one at a time. A panel
-    is contiguous, so it stays in the nearest cache while rows are multiplied by it."""
-    count, rows = -(-max(u[0].numel() for u in matrices) // PANEL), len(matrices[0])
-    copies = matrices[0].new_empty(len(matrices), count, rows * PANEL)
-    for matrix, copy in zip(matrices, copies.numpy(), strict=True):
-        u = matrix if matrix.dim() == 2 else matrix.permute(1, 2, 0).flatten(0, 1).t()
-        turned = u.stride(1) > u.stride(0)
-        source = (u.t() if turned else u).detach()
-        source = source if source.stride(1) == 1 else source.contiguous()
-        stride, columns = source.stride(0), u.shape[1]
-        flat = source.as_strided(((len(source) - 1) * stride + source.shape[1],), (1,)).numpy()
-        for p, panel in enumerate(copy):
-            at = p * PANEL * (stride if turned else 1)
-            pack(flat, at, stride, turned, rows, columns - p * PANEL, panel)
-        del u, source, flat  # before the next copy is made
-    return copies.view(len(matrices), count, rows, PANEL)
-
-
-def panels_of(columns: int) -> int:
-    """Return the columns that a matrix with so many has in panels."""
-    return -(-columns // PANEL) * PANEL
-
-
-@compiled
-def pack(
-    u: Reals, at: int, stride: int, turned: bool, rows: int, columns: int, panel: Reals
-) -> None:  # fmt: skip
-    """Copy so many rows, and the first columns, of a matrix to a flat panel. ``u`` is flat. The
-    matrix begins ``at`` a place, and its rows are ``stride`` apart; if it is ``turned``, its
-    columns are."""
-    for j in range(0, PANEL, LANES):
-        whole = 0
-        if turned:
-            whole = rows - rows % LANES if columns >= j + LANES else 0
-            for i in range(0, whole, LANES):
-                _turn(u, at + j * stride + i, stride, panel, i * PANEL + j)
-        for i in range(whole, rows):
-            if turned:
-                for k in range(j, j + LANES):
-                    panel[i * PANEL + k] = u[at + k * stride + i] if k < columns else 0
-            else:
-                store(panel, i * PANEL + j, load(u, at + i * stride + j, columns - j), LANES)
-
-
-@compiled
-def whole_vectors(width: int) -> int:
-    """Return the least multiple of :data:`LANES` that is no less than ``width``."""
-    return -(-width // LANES) * LANES
-
-
 @intrinsic(prefer_literal=True)  # type: ignore[untyped-decorator]
 def _tile(
     _: object, a: Kind, at: Kind, to_row: Kind, to_term: Kind, u: Kind, panel: Kind, out: Kind,
@@ -246,19 +188,6 @@ def _code_of(
         return context.get_dummy_value()
 
     return types.void(*kinds, *argument_kinds[-2:]), code
-
-
-@intrinsic
-def _turn(_: object, u: Kind, at: Kind, stride: Kind, panel: Kind, to: Kind) -> Written:
-    """Transpose LANES vectors of ``u``, ``stride`` apart, into a panel."""
-
-    def code(context: Target, builder: Builder, signature: Signature, args: Args) -> Value:
-        trio = [context.make_array(signature.args[i])(context, builder, args[i]) for i in (0, 3, 3)]
-        tile = _Tile(builder, [array.data for array in trio], u.dtype.bitwidth // 8)
-        tile.turn(args[1], args[2], args[4])
-        return context.get_dummy_value()
-
-    return types.void(u, types.intp, types.intp, panel, types.intp), code
 
 
 class _Tile:
@@ -330,24 +259,6 @@ class _Tile:
         for pair, place in places.items():
             pointer = b.gep(self.out, [place])
             b.store(b.fadd(b.load(pointer), total_of(b, sums[pair])), pointer)
-
-    def turn(self, at: Value, stride: Value, to: Value) -> None:
-        """Write the code of a transposition, by perfect shuffles of rows."""
-        b, half = self.builder, LANES // 2
-        places = [self._plus(at, b.mul(stride, _INDEX(i))) for i in range(LANES)]
-        matrix = [b.load(self._vector_at(self.a, place), align=self.item_bytes) for place in places]
-        orders = [[start + k // 2 + LANES * (k % 2) for k in range(LANES)] for start in (0, half)]
-        index = ir.VectorType(ir.IntType(32), LANES)
-        for _ in range(LANES.bit_length() - 1):
-            pairs = zip(matrix[:half], matrix[half:], strict=True)
-            matrix = [
-                b.shuffle_vector(upper, lower, ir.Constant(index, order))
-                for upper, lower in pairs
-                for order in orders
-            ]
-        for i, row in enumerate(matrix):
-            place = self._plus(to, i * PANEL)
-            b.store(row, self._vector_at(self.out, place), align=self.item_bytes)
 
     def _sums(
         self, rows: int, columns: int, terms: Value, step: int, read: Read,
