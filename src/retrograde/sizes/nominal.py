@@ -2,9 +2,9 @@
 machine.
 
 No clock is read, so a budget gives the same schedule, and the same sums, on every run.
-``benchmarks/layers.py range_costs`` measures them, and ``benchmarks/recurrent.py
-grid`` shows what the plans take. They are of two cores with AVX-512, in microseconds unless another
-unit is named. For layers of W weights:
+``benchmarks/layers.py range_costs`` measures them, and ``benchmarks/recurrent.py grid`` shows what
+the plans take. They are of two cores with AVX-512, in microseconds unless another unit is named.
+For layers of W weights:
 
     forward step  = step + flops / rate
     advancing     = call + weight · W        a call, besides its steps
@@ -43,8 +43,8 @@ CUDA = KernelCosts(step=5, rate=2e7, backward=2.0, call=100, record=400)
 # In forward steps of held layers: a call that advances, and one that records a range and
 # backpropagates it.
 CALL_STEPS, RECORD_STEPS = 5.0, 15.0
-# In forward steps of a cell of a dozen small operations: recording a range of its steps as one
-# graph and backpropagating it, besides the steps. It is mostly a call of autograd's engine.
+# In forward steps of a cell of a dozen small operations: recording a range as one graph and
+# backpropagating it, besides its steps. It is mostly a call of autograd's engine.
 RECORD_GRAPH_STEPS = 6.0
 
 # Of held layers: operations per microsecond, elementwise work per number of a gate, and a call that
