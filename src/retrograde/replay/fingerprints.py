@@ -10,6 +10,7 @@ and quantized tensors, and those of subclasses without memory, have no fingerpri
 """
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
@@ -32,7 +33,8 @@ from retrograde.torch_private import (
 _SMALL = 256 * 1024  # bytes, at most, of a tensor with gaps that is copied to be looked at
 _WHOLE = 32 * 1024  # bytes, at most, of a tensor that is looked at as a whole at every turn
 _PARTS = 8
-_CPU, _COLUMNS, _COLUMNS_ON_A_GPU = torch.device("cpu"), 8191, 1021  # prime numbers
+_COLUMNS, _COLUMNS_ON_A_GPU, _WEIGHT = 8191, 1021, 5_308_871_862  # two prime numbers
+_CPU_WEIGHTS = np.arange(_COLUMNS) * _WEIGHT + 1
 _NUMPYS = {torch.float32, torch.float64, torch.int64}  # which need no other view
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -44,23 +46,26 @@ def fingerprint(t: Tensor, turn: int = 0) -> Fingerprint:
     """Return a tensor's fingerprint. It holds no memory of torch's, but for a number on a GPU.
 
     At turn 0 all of its bits are looked at, and at later turns an eighth, if there are many.
-
-    Example:
-        >>> t = torch.randn(100, 100)
-        >>> fingerprint(t) == fingerprint(t.clone()), fingerprint(t) == fingerprint(t.flip(0))
-        (True, False)
     """
-    if torch.compiler.is_compiling() or t.is_meta or t.is_quantized or t.is_nested:
+    if torch.compiler.is_compiling():
         return None
-    if t.layout is not torch.strided or t._is_zerotensor() or is_wrapped(t):
-        return None
-    if type(t) is Tensor and not (function_modes() or dispatch_modes()):
-        return _fingerprint(t.detach(), turn)
-    with without_functions(), without_dispatch(), below_autograd():
+    is_plain = type(t) is Tensor and not (function_modes() or dispatch_modes())
+    if is_plain and t.dtype in _NUMPYS and t.is_cpu:
         try:
-            return _fingerprint(t.detach(), turn)
-        except NotImplementedError:  # a subclass without memory of its own
-            return None
+            numbers = (t.detach() if t.requires_grad else t).numpy()
+            if numbers.flags.c_contiguous:  # the usual case
+                return _weighted(_part(numbers.reshape(-1), turn))
+        except (RuntimeError, TypeError):  # it has no plain memory
+            pass
+    lacks_memory = t.is_meta or t.is_quantized or t.is_nested or t.layout is not torch.strided
+    if lacks_memory or t._is_zerotensor() or is_wrapped(t):
+        return None
+    if is_plain:
+        return _fingerprint(t.detach(), turn)
+    own_memory = suppress(NotImplementedError)  # which a subclass may lack
+    with without_functions(), without_dispatch(), below_autograd(), own_memory:
+        return _fingerprint(t.detach(), turn)
+    return None
 
 
 def _part(numbers: Any, turn: int) -> Any:
@@ -73,8 +78,6 @@ def _part(numbers: Any, turn: int) -> Any:
 
 
 def _fingerprint(t: Tensor, turn: int) -> Fingerprint:
-    if t.dtype in _NUMPYS and t.is_cpu and t.is_contiguous() and not t.is_neg():  # the usual case
-        return _weighted(_part(t.numpy().reshape(-1), turn))
     if t.is_complex():
         t = torch.view_as_real(t.resolve_conj())
     if t.is_neg():
@@ -95,33 +98,29 @@ def _fingerprint(t: Tensor, turn: int) -> Fingerprint:
         words = words.view(torch.int64)
     else:
         words = words.view(_INTEGERS[words.itemsize])
-    weights = _weights(t.device)
-    whole = len(words) // len(weights) * len(weights)
-    columns = words[:whole].view(-1, len(weights)).sum(0, dtype=torch.int64)
-    return columns.mul_(weights).sum().add_(words[whole:].sum(dtype=torch.int64))
+    whole = len(words) // _COLUMNS_ON_A_GPU * _COLUMNS_ON_A_GPU
+    columns = words[:whole].view(-1, _COLUMNS_ON_A_GPU).sum(0, dtype=torch.int64)
+    return columns.mul_(_weights(t.device)).sum().add_(words[whole:].sum(dtype=torch.int64))
 
 
 def _weighted(numbers: NDArray[Any]) -> int:
     """Return the sum of the words of flat numbers, each by the weight of its column."""
-    weights, rest = _weights(_CPU), b""
+    rest = b""
     if numbers.nbytes % 8:  # the last bytes make no word
         data = numbers.view(np.uint8)
         numbers, rest = data[: -(len(data) % 8)], data[-(len(data) % 8) :].tobytes()
-    words = numbers.view(np.int64)
-    total = 0
+    words, total = numbers.view(np.int64), 0
     if whole := len(words) // _COLUMNS * _COLUMNS:
-        total = int(words[:whole].reshape(-1, _COLUMNS).sum(0).dot(weights))
+        total = int(words[:whole].reshape(-1, _COLUMNS).sum(0).dot(_CPU_WEIGHTS))
         words = words[whole:]
-    total += int(words.dot(weights[: len(words)]))
+    total += int(words.dot(_CPU_WEIGHTS[: len(words)]))
     return hash((total, rest)) if rest else total
 
 
 @cache
-def _weights(device: torch.device) -> Any:
-    """Return an odd number for each column, on a GPU in a tensor."""
-    on_cpu = device.type == "cpu"
-    places = np.arange(_COLUMNS) if on_cpu else torch.arange(_COLUMNS_ON_A_GPU, device=device)
-    return places * 5_308_871_862 + 1
+def _weights(device: torch.device) -> Tensor:
+    """Return an odd number for each column on a GPU."""
+    return torch.arange(_COLUMNS_ON_A_GPU, device=device) * _WEIGHT + 1
 
 
 def _in_order(t: Tensor) -> Tensor | None:
