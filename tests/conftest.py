@@ -33,7 +33,7 @@ def interpreter(monkeypatch):
         yield
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def ours_however_short(monkeypatch):
     """Sequences of tests are short: with memory for all, torch's own pass would run most."""
     monkeypatch.setattr(nominal, "FEW_STEPS", dict.fromkeys(nominal.FEW_STEPS, 0))

@@ -17,6 +17,8 @@ from retrograde.kernels.cpu.llvm.barrier import bounds_of_units, meet, parts_of_
 from retrograde.kernels.cpu.llvm.lanes import compiled
 from retrograde.recurrent.forward import LayerForward, run_by_torch
 
+pytestmark = pytest.mark.usefixtures("ours_however_short")
+
 EVERY_CELL = pytest.mark.parametrize("kind", GATES)
 THREADS = pytest.mark.parametrize("threads", [2, 3])
 SIZES = pytest.mark.parametrize("size", [50, 64])

@@ -11,6 +11,8 @@ from retrograde.kernels.cpu.llvm import threads as team
 from retrograde.kernels.cpu.llvm.lanes import compiled
 from retrograde.kernels.cpu.llvm.threads import paced, ranges, share
 
+pytestmark = pytest.mark.usefixtures("ours_however_short")
+
 WORKS = {
     "small": ("LSTM", 8, 64, 8, 60, {}),
     "a GRU of two directions": ("GRU", 24, 96, 16, 50, {"bidirectional": True}),

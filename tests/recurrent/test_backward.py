@@ -23,6 +23,8 @@ from oracles.networks import (
 )
 from retrograde.recurrent import spans
 
+pytestmark = pytest.mark.usefixtures("ours_however_short")
+
 EVERY_CELL = pytest.mark.parametrize("cell", CELLS)
 WAYS = {"sweep": {"memory": "100%"}, "scan": {"backward": "scan"}}
 BOTH_WAYS = pytest.mark.parametrize("way", WAYS)

@@ -39,6 +39,8 @@ from retrograde.recurrent.find_plan import find_plan
 from retrograde.recurrent.forward import room_for, run
 from retrograde.recurrent.spans import scan_lengths
 
+pytestmark = pytest.mark.usefixtures("ours_however_short")
+
 SIZES, LENGTHS, BATCHES = (1, 7, 20, 33, 64, 128), (1, 2, 3, 63, 64, 65, 1000, 5000), (1, 3, 16)
 GAINS = (0.1, 0.9, 1.5, 2.2)
 WAYS = {"sweep": {"memory": "100%"}, "scan": {"backward": "scan"}}

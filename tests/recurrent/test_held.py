@@ -22,6 +22,8 @@ from retrograde.recurrent.vendor import Layers
 from retrograde.run.autograd import run_schedule
 from retrograde.run.layout import Rows
 
+pytestmark = pytest.mark.usefixtures("ours_however_short")
+
 DOUBLE = torch.float64
 KINDS = [nn.RNN, nn.GRU, nn.LSTM]
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)

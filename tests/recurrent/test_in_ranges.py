@@ -12,6 +12,8 @@ from oracles.strangers import watched
 from retrograde.recurrent.forward import LayerForward
 from retrograde.recurrent.plan import HeldPlan
 
+pytestmark = pytest.mark.usefixtures("ours_however_short")
+
 
 def drawn(dice):
     """A module of ours, torch's own with the same weights, and an input."""

@@ -27,6 +27,7 @@ from oracles.options import (
 
 # torch says so of dropout without a second layer, and of projections without oneDNN.
 pytestmark = [
+    pytest.mark.usefixtures("ours_however_short"),
     pytest.mark.filterwarnings("ignore:dropout option adds dropout"),
     pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN"),
 ]

@@ -6,9 +6,6 @@ from torch.nn.utils.rnn import pack_padded_sequence
 
 import retrograde as rg
 from oracles.autocast import run_or_skip
-from retrograde.sizes import nominal
-
-FEW_STEPS = nominal.FEW_STEPS  # a fixture replaces it
 
 
 def packed(batch, width, lengths):
@@ -57,8 +54,7 @@ def seeds_of(net, x, final, summed):
     ],
     ids=str,
 )
-def test_what_torchs_own_pass_takes_is_told(kind, sizes, shape, options, summed, monkeypatch):
-    monkeypatch.setattr(nominal, "FEW_STEPS", FEW_STEPS)
+def test_what_torchs_own_pass_takes_is_told(kind, sizes, shape, options, summed):
     options = dict(options)
     turned = options.pop("turned", False)
     net = getattr(rg, kind)(*sizes, memory="100%", **options)
@@ -81,8 +77,7 @@ def test_what_torchs_own_pass_takes_is_told(kind, sizes, shape, options, summed,
     ],
     ids=str,
 )
-def test_what_torchs_own_pass_of_a_packed_batch_takes_is_told(kind, options, lengths, monkeypatch):
-    monkeypatch.setattr(nominal, "FEW_STEPS", FEW_STEPS)
+def test_what_torchs_own_pass_of_a_packed_batch_takes_is_told(kind, options, lengths):
     net = getattr(rg, kind)(40, 9, memory="100%", **options)
     x = packed(len(lengths), 40, lengths)
     fit = net.fit(x)

@@ -9,6 +9,8 @@ import torch
 import retrograde as rg
 from retrograde.sizes import nominal
 
+pytestmark = pytest.mark.usefixtures("ours_however_short")
+
 FEW_STEPS = nominal.FEW_STEPS
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 

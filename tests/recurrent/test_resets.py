@@ -12,6 +12,8 @@ from retrograde.errors import InputError
 from retrograde.kernels import kernels
 from retrograde.recurrent import backward, core, forward
 
+pytestmark = pytest.mark.usefixtures("ours_however_short")
+
 KINDS = {"RNN": {}, "ReLU": {"nonlinearity": "relu"}, "GRU": {}, "LSTM": {}}
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.usefixtures("ours_however_short")
+
 CASES = Path(__file__).with_name("simulated_device_cases.py")
 PARTS = (
     "hardly_waits or launches or weights_that",

@@ -6,6 +6,8 @@ import torch
 from oracles.networks import CELLS
 from retrograde.recurrent.spans import scan_lengths, sequential_block, step_numbers
 
+pytestmark = pytest.mark.usefixtures("ours_however_short")
+
 
 @pytest.mark.parametrize("kind", CELLS)
 @pytest.mark.parametrize("length", [1, 2, 63, 5000])

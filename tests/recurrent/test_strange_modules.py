@@ -15,6 +15,8 @@ from torch.nn.utils.rnn import pack_sequence
 import retrograde as rg
 from oracles.loops import assert_bitwise, assert_near
 
+pytestmark = pytest.mark.usefixtures("ours_however_short")
+
 DOUBLE = torch.float64
 STEPS = 60
 KINDS = ("LSTM", "GRU", "RNN")
