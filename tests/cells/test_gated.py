@@ -93,7 +93,7 @@ def drawn_cell(seed):
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.quick(1, every=24)
+@pytest.mark.quick(1, every=12)
 @pytest.mark.parametrize("seed", range(100))
 def test_drawn_steps_have_the_gradients_of_the_plain_loop(ranges, seed):
     cell, *shape = drawn_cell(seed)

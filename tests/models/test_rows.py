@@ -1220,18 +1220,21 @@ def test_an_exchanged_or_added_chain_of_a_list_is_told_once(k, recwarn):
     assert [f"layer blocks.{k} was not" in one for one in told if "was not there" in one] == [True]
 
 
+class Reading(nn.Module):
+    """A few recurrent modules one after the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.reads, self.head = nn.ModuleList([nn.GRU(8, 8), nn.LSTM(8, 8)]), nn.Linear(8, 2)
+
+    def forward(self, x):
+        for read in self.reads:
+            x, _ = read(x)
+        return self.head(x)
+
+
 @pytest.mark.parametrize("again", [lambda m: m, copy.deepcopy, pickled], ids=["", "deep", "saved"])
 def test_an_exchanged_recurrent_module_is_told(again, recwarn):
-    class Reading(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.reads, self.head = nn.ModuleList([nn.GRU(8, 8), nn.LSTM(8, 8)]), nn.Linear(8, 2)
-
-        def forward(self, x):
-            for read in self.reads:
-                x, _ = read(x)
-            return self.head(x)
-
     model, x = Reading(), torch.randn(60, 2, 8)
     rg.budget(model, "30%", x)
     model = again(model)
