@@ -45,7 +45,7 @@ def read(number: int, rounds: int = 9) -> dict[str, Any]:
         plain: Any = nn.Sequential(*(make() for _ in range(rng.randint(6, 20))))
         x = torch.randn(batch, width // 4, 24, 24) if conv else torch.randn(batch, 64, width)
         ours: Any = rg.Sequential(*plain, memory=memory)
-        found = ours.fit(x)
+        found = rg.fit(plain, x, memory=memory)
         runs = {"ordinary": lambda: plain(x), "told": lambda: ours(x)}
     elif kind == "layer":
         theirs = rng.choice([nn.LSTM, nn.GRU])(width, width, rng.choice([1, 2]))

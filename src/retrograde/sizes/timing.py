@@ -21,7 +21,7 @@ from retrograde.sizes.footprint import Shapes, gradients_like, noting
 
 _LONG = 64  # steps of the longer range: about as many as schedules record at a time
 _RAN = 0.75  # of the time, in which a thread that is not disturbed runs at least
-_ENOUGH, _MOST = 0.3, 9  # seconds of timing iterations, and iterations
+_ENOUGH, _MOST = 1.0, 9  # seconds of timing iterations, and iterations
 
 
 class Processor:
@@ -103,6 +103,7 @@ def time_iterations(run: Callable[[], Tensors], wanted: Tensors) -> float:
             outputs = [t for t in run() if t.requires_grad]
             seeds = [*map(torch.ones_like, outputs)]
             torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
+            del outputs, seeds  # as a program lets them go before its next iteration
             seconds.append(now(device) - start)
     return statistics.median(seconds[1:])  # the first may allocate or compile
 
