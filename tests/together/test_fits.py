@@ -18,6 +18,23 @@ def step_of(cell):
     return step
 
 
+def test_the_graph_of_what_a_cell_captured_stays():
+    encoder, gru = nn.Linear(16, 64), nn.GRUCell(32, 32)
+    keys, values = encoder(torch.randn(4, 10, 16)).chunk(2, -1)
+    keys = keys / 32**0.5  # the gradients of two results of one node are computed
+
+    def step(_, h):
+        weights = torch.softmax((keys @ h.unsqueeze(-1)).squeeze(-1), 1)
+        h = gru((weights.unsqueeze(-1) * values).sum(1), h)
+        return h, h
+
+    x, h = torch.zeros(50, 4, 0), torch.ones(4, 32)
+    assert rg.fit(step, x, h, memory="40%").seconds > 0
+    assert encoder.weight.grad is None
+    rg.unroll(step, x, h, memory="40%")[0].sum().backward()
+    assert encoder.weight.grad.any()
+
+
 def test_a_cell_is_asked_and_not_run():
     cell = nn.GRUCell(8, 16)
     x, h = torch.randn(200, 4, 8, requires_grad=True), torch.zeros(4, 16)

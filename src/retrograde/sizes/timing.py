@@ -95,14 +95,16 @@ def time_steps(core: Core, inputs: Inputs, state: Tensors, repeats: int) -> Rang
 
 def time_iterations(run: Callable[[], Tensors], wanted: Tensors) -> float:
     """Return the median seconds of a few iterations. ``run`` returns the results of a forward pass,
-    and ``wanted`` are the tensors whose gradients are computed."""
+    and ``wanted`` are the tensors whose gradients are computed. A graph that they come from stays.
+    """
     seconds, device = list[float](), wanted[0].device
+    stays = any(t.grad_fn is not None for t in wanted)
     with torch.enable_grad(), muted_hooks(wanted):
         while len(seconds) < 2 or (len(seconds) < _MOST and sum(seconds) < _ENOUGH):
             start = now(device)
             outputs = [t for t in run() if t.requires_grad]
             seeds = [*map(torch.ones_like, outputs)]
-            torch.autograd.grad(outputs, wanted, seeds, allow_unused=True)
+            torch.autograd.grad(outputs, wanted, seeds, stays, allow_unused=True)
             del outputs, seeds  # as a program lets them go before its next iteration
             seconds.append(now(device) - start)
     return statistics.median(seconds[1:])  # the first may allocate or compile
