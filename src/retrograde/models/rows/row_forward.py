@@ -81,8 +81,8 @@ class Attributes(dict[str, Any]):
 
 
 class Installed(RowForward):
-    """The rows of a model, and its ``forward``, which tells if one of their layers was exchanged.
-    It is an attribute of the model, so a copy of that has its own rows."""
+    """The rows of a model, and its ``forward``, which tells if a layer of theirs or a recurrent
+    module was exchanged. It is an attribute of the model, so a copy of that has its own rows."""
 
     def __init__(
         self, model: nn.Module, rows: "list[LayerRun]", layers: Named,
