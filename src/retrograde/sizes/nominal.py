@@ -2,9 +2,9 @@
 machine.
 
 No clock is read, so a budget gives the same schedule, and the same sums, on every run.
-``benchmarks/layers.py range_costs`` measures the calls and steps of kernels. The other costs were
-chosen so that ``benchmarks/recurrent.py grid`` gets fast plans. They are of two cores, in
-microseconds unless another unit is named. For layers of W weights:
+``benchmarks/layers.py range_costs`` measures the calls and steps of kernels. The other costs are
+judged by the plans of ``benchmarks/recurrent.py grid``. They are of two cores, in microseconds
+unless another unit is named. For layers of W weights:
 
     forward step  = step + flops / rate
     advancing     = call + weight · W        a call, besides its steps
