@@ -56,7 +56,9 @@ class Forward:
             hidden = panels(*(by_gate[:, a:b].permute(2, 0, 1) for a, b in ends))
         else:
             hidden = u.contiguous()[None, :, None]
-        self.fixed = u.new_empty(0) if of_split is None else of_split.detach().contiguous(), hidden
+        bias = u.new_empty(0) if of_split is None else of_split.detach().contiguous()
+        self.fixed = bias.numpy(), _own(weights), hidden.numpy()
+        self.absent = [u.new_empty((0,) * dimensions).numpy() for dimensions in (2, 3)]
         self.sums = u.new_empty(part_count, samples, int(whole_vectors(gates * each)))
         self.work = samples * len(u) * (weights.size + ELEMENT_WORK // 4)
 
@@ -84,12 +86,11 @@ class Forward:
         and one state it may be the outputs. ``cells`` receives what is kept beside them, if any is.
         """
         linear(x.flatten(0, 1), self.weights.inputs, self.bias, gates.flatten(0, 1))
-        none, (bias, hidden), keeps = outputs[:0], self.fixed, cells is not None
-        c = state[1] if len(state) > 1 else none.flatten(0, 1)
-        kept = gates, outputs, none if cells is None else cells, bias
-        arrays: list[Any] = [*(t.numpy() for t in kept), _own(self.weights)]
-        arrays += [t.numpy() for t in (hidden, state[0], c)]
-        arrays += [*starts_of(resets, self.sums)[:2], self.sums.numpy(), keeps]
+        h, *c = (t.numpy() for t in state)
+        no_c, aside = self.absent
+        aside = aside if cells is None else cells.numpy()
+        arrays: list[Any] = [gates.numpy(), outputs.numpy(), aside, *self.fixed, h, *(c or [no_c])]
+        arrays += [*starts_of(resets, self.sums)[:2], self.sums.numpy(), cells is not None]
         arguments = ForwardArrays(*arrays), self.units
         sample_ranges = parts_for(len(state[0]), len(x) * self.work)
         many = 0 if resets is not None else len(self.units) - 1
@@ -106,9 +107,10 @@ def _biases(weights: Weights) -> tuple[Tensor | None, Tensor | None]:
         of_split = weights.hidden.new_zeros(split) if hidden is None else hidden[whole:]
     if inputs is None or hidden is None:
         return inputs, of_split
-    inputs = inputs.clone()
-    inputs[:whole] += hidden[:whole]
-    return inputs, of_split
+    both = inputs + hidden
+    if form.split:
+        both[whole:] = inputs[whole:]
+    return both, of_split
 
 
 class Backward:
@@ -132,7 +134,7 @@ class Backward:
         form = weights.form
         self.loops = loops_of(weights.kind, weights.hidden.dtype)
         again, hidden = form.again and not in_place, weights.hidden
-        self.constants = _constants(weights, again)
+        self.constants = *_constants(weights, again), _own(weights)
         work = steps * samples * hidden.shape[0] * (2 * size + width)
         self.parts = [(0, samples)] if in_place else parts_for(samples, work)
         self.numbered = numbered(self.parts)
@@ -207,7 +209,7 @@ class Backward:
         gates, cells = (None, None) if kept is None else (kept.gates, kept.cells)
         states = gates, cells, block.after, block.x, block.before
         starts, _, to_entry = starts_of(block.resets, g)
-        arrays: list[Any] = [*self.constants, _own(self.weights), *map(array, states), *self.read]
+        arrays: list[Any] = [*self.constants, *map(array, states), *self.read]
         arrays += [array(dy), g.numpy(), starts, to_entry, array(dx), *self.own]
         share(self.loops.backward, self.numbered, BackwardArrays(*arrays))
         return g
@@ -215,17 +217,19 @@ class Backward:
     def finish(self) -> None:
         """Add the sums of all threads to the totals, and set the sums to zero."""
         form, size, totals = self.weights.form, self.weights.size, self.totals
-        inputs, hidden, biases, units = map(self._sum, self.sums)
         whole, every = form.whole * size, form.gates * size
-        if not self.direct:
-            totals["inputs"] += inputs[:, : totals["inputs"].shape[1]]
-            totals["hidden"] += hidden[:, :size]
+        for name in ("inputs", "hidden"):
+            total = self._sum(name)
+            if not self.direct:
+                totals[name] += total[:, : totals[name].shape[1]]
         if "bias_inputs" in totals:
+            biases = self._sum("biases")
             totals["bias_hidden"] += biases[:every]
             totals["bias_inputs"][:whole] += biases[:whole]
-            totals["bias_inputs"][whole:] += biases[every:]
+            if form.split:
+                totals["bias_inputs"][whole:] += biases[every:]
         if "units" in totals:
-            totals["units"] += units
+            totals["units"] += self._sum("units")
         for sums in self.sums.values():
             sums.zero_()
 
@@ -250,8 +254,8 @@ def _constants(weights: Weights, again: bool) -> list[Reals]:
     """Return what computes gates again."""
     hidden = weights.hidden.detach()
     if not again:
-        absent = hidden[:0]
-        return [absent[None].numpy(), absent[None].numpy(), absent.numpy()]
+        absent = hidden[:0].numpy()
+        return [absent[None], absent[None], absent]
     zero = hidden.new_zeros(hidden.shape[0])
     both = [weights.bias_inputs, weights.bias_hidden]
     biases = torch.stack([zero if bias is None else bias.detach() for bias in both])
