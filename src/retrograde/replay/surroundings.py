@@ -15,7 +15,7 @@ cell.
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -116,8 +116,8 @@ class Surroundings:
         for m in self.found.parts():
             modes.append((partial(getattr, m, "training"), partial(setattr, m, "training")))
             tables = [t for t in (m._parameters, m._buffers) if isinstance(t, dict)]  # not scripted
-            slots = [Slot(table, name, name) for table in tables for name in table]
-            modes += [(slot.read, slot.write) for slot in slots]
+            for slot in (Slot(table, name, name) for table in tables for name in table):
+                modes.append((partial(dict.get, slot.holder, slot.key, ABSENT), slot.write))
         return modes
 
     def marks(self) -> Switches:
@@ -231,7 +231,7 @@ class Values:
 
 def copy_back(tensors: Sequence[Tensor], copies: Iterable[Tensor]) -> None:
     """Write copies into tensors, whose versions stay: an earlier graph may hold them."""
-    with torch.no_grad():
+    with torch.no_grad() if tensors else nullcontext():
         for t, copy in zip(tensors, copies, strict=False):
             with _unsafe_preserve_version_counter(t):
                 t.copy_(copy)

@@ -8,7 +8,7 @@ and of dispatch are noted too.
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any
 
@@ -47,18 +47,19 @@ class Switches:
     def __init__(self, device: torch.device, others: Sequence[Switch] = ()) -> None:
         self.switches = [*_switches(), *_STACKS, *others]
         self.values = [get() for get, _ in self.switches]
-        self.autocast = autocast_as_now(device)
+        self.device, self.casts = device, _casts(device)
 
     @contextmanager
     def as_then(self) -> Iterator[None]:
         """Set all of them in a block to what they were, if they differ."""
-        now = [get() for get, _ in self.switches]
-        each = zip(self.switches, self.values, now, strict=True)
-        differ = [(put, then, value) for (_, put), then, value in each if not _same(then, value)]
+        each = zip(self.switches, self.values, strict=True)
+        now = [(put, then, value) for (get, put), then in each if (value := get()) is not then]
+        differ = [one for one in now if not _same(*one[1:])]
         for put, then, _ in differ:
             put(then)
+        is_off = not self.casts["enabled"] and self.casts == _casts(self.device)
         try:
-            with self.autocast:
+            with nullcontext() if is_off else torch.autocast(self.device.type, **self.casts):
                 yield
         finally:
             for put, _, value in differ:
@@ -66,7 +67,7 @@ class Switches:
 
 
 def _same(a: Any, b: Any) -> bool:
-    return a is b or not (isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor) or a != b)
+    return not (isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor) or a != b)
 
 
 def _stack(get: Any, push: Any, pop: Any) -> Switch:
@@ -92,12 +93,12 @@ _STACKS = [
 def autocast_as_now(device: torch.device) -> torch.autocast:
     """Return a context that sets autocast as it is at this moment, to be entered later (rule 4).
     Its weight cache is off: a cached cast would join the graphs of different steps."""
-    return torch.autocast(
-        device.type,
-        dtype=torch.get_autocast_dtype(device.type),
-        enabled=torch.is_autocast_enabled(device.type),
-        cache_enabled=False,
-    )
+    return torch.autocast(device.type, **_casts(device))
+
+
+def _casts(device: torch.device) -> dict[str, Any]:
+    is_on, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+    return {"enabled": is_on, "dtype": dtype, "cache_enabled": False}
 
 
 def cast_context(device: torch.device) -> Any:

@@ -207,12 +207,13 @@ def options_key(modules: Sequence[nn.Module], tensors: Sequence[Tensor]) -> Hash
     """Return all that trials and sizes of some modules depend on, besides what they are given: the
     objects, their options, and their ``tensors``. It keeps none of these alive. A fraction may
     be annealed, so it tells only whether it is zero."""
-    options = [
-        (name, bool(value) if isinstance(value, float) else value)
+    options: list[Any] = [
+        bool(value) if isinstance(value, float) else value
         for part in modules
-        for name, value in (("id", id(part)), *vars(part).items())
+        for value in vars(part).values()
         if value.__class__ not in _TABLES and isinstance(value, _OPTIONS)  # the first is faster
     ]
+    options += map(id, modules)
     forms = tuple((id(t), t.shape, t.dtype, t.device, t.requires_grad) for t in tensors)
     return tuple(options), forms, torch.get_num_threads()
 
