@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -323,45 +322,6 @@ def drawn(run: Run) -> None:
     5,000 steps are drawn at random. Every second workload has the batch first, unless it is packed.
     """
     tabled(run, works_of(run.count, run.seed), segments=False)
-
-
-def least(net: Any, x: torch.Tensor) -> int:
-    """The least bytes in which one range of all steps fits, by halving."""
-    low, high = 0, net._fit_within("100%", x).ordinary_bytes
-    while high - low > high // 500:
-        middle = (low + high) // 2
-        try:
-            twice = len(net._fit_within(middle, x).schedule) <= 4
-        except rg.BudgetError:
-            twice = False
-        low, high = (low, middle) if twice else (middle, high)
-    return high
-
-
-def row(work: Work) -> dict[str, Any]:
-    """The least bytes of one workload."""
-    net = getattr(rg, work.kind)(work.inputs, work.hidden, memory="100%", **work.options)
-    x = torch.randn(work.length, work.batch, work.inputs, requires_grad=True)
-    unequal, whole = least(net, x), net._fit_within("100%", x).ordinary_bytes
-    from retrograde.recurrent.plan import Planner
-
-    net = getattr(rg, work.kind)(work.inputs, work.hidden, memory="100%", **work.options)
-    with patch.object(Planner, "_unequal", lambda *_: None):
-        equal = least(net, x)
-    return {"work": str(work), "ordinary": whole, "equal": equal, "unequal": unequal}
-
-
-@script.table("two_runs_cpu")
-def two_runs(run: Run) -> None:
-    """Claim: with unequal pieces, every step of an LSTM runs twice at most in less memory.
-
-    An LSTM in one direction holds a mark before each piece of its steps. The marks of later pieces
-    are free when an early one goes back, so that one may be longer. Of the grid's LSTMs the table
-    has the least memory for two runs of every step: with pieces of one length, and unequal ones.
-    """
-    works = [w for w in GRID if w.kind == "LSTM" and not w.packed]
-    one_way = [work for work in works if not work.options.get("bidirectional")]
-    run.write(rows=run.rows(one_way, row, "ordinary", "equal", "unequal"))
 
 
 if __name__ == "__main__":

@@ -171,18 +171,7 @@ def recurrent_grid() -> str:
         f"Given the bytes of each number of segments, ours is slower in {len(behind)} of "
         f"{compared} comparisons{': ' * bool(behind)}{'; '.join(behind)}. "
     )
-    return f"{shown('recurrent_grid_cpu', head, rows, more)}\n{without_avx512()}\n{two_runs()}"
-
-
-def two_runs() -> str:
-    """What unequal pieces of an LSTM save where memory is short."""
-    found = results("two_runs_cpu")
-    saved = [1 - row["unequal"] / row["equal"] for row in found["rows"]]
-    return (
-        "With pieces that are longer the earlier they are, an LSTM needs less memory for two runs "
-        f"of each step. The {len(saved)} LSTMs above in one direction save {min(saved):.0%} to "
-        f"{max(saved):.0%}. {source('two_runs_cpu')}\n"
-    )
+    return f"{shown('recurrent_grid_cpu', head, rows, more)}\n{without_avx512()}"
 
 
 def without_avx512() -> str:
@@ -279,6 +268,14 @@ def resident() -> str:
         ])  # fmt: skip
     head = ["environment", "within 200 MiB", "first call", "time", "torch", "time"]
     return shown("resident_cpu", head, rows)
+
+
+def weight() -> str:
+    rows = []
+    for row in results("weight_cpu")["rows"]:
+        more = {key: row["ours"][key] - row["torch"][key] for key in row["ours"]}
+        rows.append([row["layer"], size(more["resident_bytes"]), f"{more['seconds']:.2f} s"])
+    return shown("weight_cpu", ["once forward and back", "more resident", "more time"], rows)
 
 
 def chain_least() -> str:
@@ -678,7 +675,7 @@ BLOCKS: dict[str, Callable[[], str]] = GPU_BLOCKS | {
         first_page, start_page, front_page, recurrent_grid, recurrent_drawn, recurrent_corners,
         small_cells, gated_cells, other_people, library_models, scan_backward,
         planner, chain_networks, sparse_jacobians, rank_jacobians, ranks_memory,
-        million_steps, recipes, chain_least, examples, first_call, resident,
+        million_steps, recipes, chain_least, examples, first_call, resident, weight,
         jax_scan, jax_compiling, five_percent, lean, lean_front, lean_beside,
         lean_overhead, called_layers, compile_budget, architectures,
     )

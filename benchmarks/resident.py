@@ -1,4 +1,5 @@
-"""What the process holds: of a chain by allocators, and of a million steps; what checks cost.
+"""What the process holds: of a chain by allocators, of a million steps, of the library itself; what
+checks cost.
 
 python benchmarks/resident.py chain           # JSON into benchmarks/results/
 python benchmarks/resident.py million_steps --length 20000   # a quick look
@@ -7,13 +8,17 @@ apt-get install libjemalloc2 libtcmalloc-minimal4 libmimalloc2.0   # skipped whe
 
 import ctypes
 import gc
+import json
 import platform
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from ctypes.util import find_library
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -107,6 +112,44 @@ def chain(run: Run) -> None:
     size after tiny iterations of both kinds. Linux records the peak itself.
     """
     run.write(budget_bytes=BUDGET, rows=run.rows(ALLOCATORS.keys(), by_allocator, "torch", "ours"))
+
+
+_LAYERS = "*(nn.Linear(32, 32), nn.Tanh()) * 4"
+WEIGHED = {  # torch's own layer, and ours
+    "LSTM 32": ("nn.LSTM(32, 32)", "rg.LSTM(32, 32, memory='20%')"),
+    "chain of 8": (f"nn.Sequential({_LAYERS})", f"rg.Sequential({_LAYERS}, memory='70%')"),
+}
+_ALONE = """
+import time, torch; from pathlib import Path; from torch import nn
+start = time.perf_counter()
+{load}
+y = {layer}(torch.randn(100, 40, 32, requires_grad=True))
+(y[0] if type(y) is tuple else y).sum().backward()
+resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+print('{{"seconds": %f, "resident_bytes": %d}}' % (time.perf_counter() - start, resident))
+"""
+
+
+def weighed(name: str, rounds: int) -> Row:
+    """Medians of processes that run one layer once, forward and back; a first one compiles."""
+    row: Row = {"layer": name}
+    for way, layer in zip(("torch", "ours"), WEIGHED[name], strict=True):
+        code = _ALONE.format(load="import retrograde as rg" * (way == "ours"), layer=layer)
+        told = (subprocess.check_output([sys.executable, "-c", code]) for _ in range(rounds + 1))
+        runs = [json.loads(line) for line in told][1:]
+        row[way] = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+    return row
+
+
+@script.table("weight_cpu", rounds=7)
+def weight(run: Run) -> None:
+    """Claim: the library itself takes little memory and time in a process that runs one layer.
+
+    Processes import torch, and run a small layer once forward and back: torch's own, or ours, whose
+    kernels were compiled before. The seconds begin after torch's import.
+    """
+    rows = run.rows(WEIGHED.keys(), partial(weighed, rounds=run.rounds), "torch", "ours")
+    run.write(rows=rows)
 
 
 def resident_bytes() -> int:

@@ -28,6 +28,7 @@ from retrograde.schedule import Action, Advance, Backward, Load, Record, Schedul
 from retrograde.sizes.allocations import apart
 from retrograde.sizes.cache import CellFits, signature
 from retrograde.sizes.footprint import step_bytes
+from retrograde.torch_private import gradients_of
 
 T = TypeVar("T")
 
@@ -127,9 +128,7 @@ def _run(
             seeds = [*map(_seed_of, roots)]
             # A loop in a loop is tried in the backward pass, under the lock that this thread holds.
             with torch.autograd.set_multithreading_enabled(False):
-                gradients = torch.autograd.grad(
-                    roots, wanted, seeds, allow_unused=True, retain_graph=True
-                )
+                gradients = gradients_of(roots, wanted, seeds, stays=True)
     by = {id(t): g for t, g in zip(wanted, gradients, strict=False)}
     parameter_ids = {id(t) for t in parameters}  # a state may be one
     exact = [*(t.detach() for t in (*outputs, *after)), *(by.get(id(t)) for t in x)]

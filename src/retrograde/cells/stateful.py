@@ -19,6 +19,7 @@ from retrograde.replay.referents import find_referents
 from retrograde.replay.surroundings import Slot, Values, tensors_in, try_out
 from retrograde.replay.trees import flatten_state
 from retrograde.run.states import device_of, like_of
+from retrograde.torch_private import gradients_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +150,7 @@ def _read(results: list[Any], slots: Sequence[Any]) -> list[bool]:
     leaves = [[t for t in pytree.tree_leaves(s) if isinstance(t, Tensor)] for s in slots]
     wanted = [t for tensors in leaves for t in tensors if t.requires_grad]
     seeds = [torch.zeros_like(t) for t in roots]
-    gradients = torch.autograd.grad(roots, wanted, seeds, allow_unused=True) if roots else ()
+    gradients = gradients_of(roots, wanted, seeds) if roots else ()
     reached = {id(t) for t, g in zip(wanted, gradients, strict=False) if g is not None}
     return [any(id(t) in reached for t in tensors) for tensors in leaves]
 

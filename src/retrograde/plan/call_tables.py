@@ -3,15 +3,16 @@ this is first imported. Bytes are counted in levels, and what is held in parts o
 """
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
+
+from retrograde.compiler import compiled
 
 _Ints = NDArray[np.int64]
 _Reals = NDArray[np.float64]
 _Row = NDArray[np.float32]
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def _lower(row: _Row, behind: _Row, seconds: np.float32, need: int, shift: float) -> None:
     """Lower a row, from level ``need`` on, to that of what follows with ``shift`` levels less, plus
     some seconds. A part of a level is interpolated, where both sides have a plan."""
@@ -25,7 +26,7 @@ def _lower(row: _Row, behind: _Row, seconds: np.float32, need: int, shift: float
         row[m] = min(row[m], seconds + high)
 
 
-@njit(cache=True)  # type: ignore[untyped-decorator]
+@compiled
 def fill(
     after: _Reals, first: _Ints, back: _Ints, more: _Reals, keeps: _Ints, dropped: _Ints,
     forward: _Reals, base: _Reals, extra: _Ints, runs: _Ints, until: _Ints, start: _Ints,

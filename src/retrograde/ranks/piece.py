@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from retrograde.replay.surroundings import muted_hooks
+from retrograde.torch_private import gradients_of
 
 Gradient = Tensor | None
 State = tuple[Tensor, ...]
@@ -49,7 +50,7 @@ class Piece:
         seeds = [*ends, *([] if dy is None else [dy])]
         leaves = [*wanted, *self.before, *parameters]
         with muted_hooks(parameters):  # hooks get the whole gradient, not a piece's
-            shares = torch.autograd.grad(roots, leaves, seeds, retain_graph=keep, allow_unused=True)
+            shares = gradients_of(roots, leaves, seeds, stays=keep)
         start, stop = len(wanted), len(wanted) + len(self.before)
         pairs = zip(shares[start:stop], self.before, strict=True)
         before = tuple(torch.zeros_like(s) if g is None else g for g, s in pairs)

@@ -12,7 +12,7 @@ from retrograde.plan.footprint import Highest
 from retrograde.recurrent.call import Call
 from retrograde.recurrent.weights import over_weights, stand_ins
 from retrograde.sizes.ordinary import expanded, grows_evenly, measure_pass, ordinary_curve
-from retrograde.torch_private import flat_weights
+from retrograde.torch_private import flat_weights, gradients_of
 from retrograde.units import Memory
 
 
@@ -96,7 +96,7 @@ def _taker(
             roots = [t for t in (outputs.data if packed else outputs, *ends) if t.requires_grad]
             seeds = [like(t) for t in roots]
             wanted = [t for t in (leaf, *kept, *flat_weights(shell)) if t.requires_grad]
-            gradients = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
+            gradients = gradients_of(roots, wanted, seeds)
             handed.extend((seeds, gradients))
             torch.clear_autocast_cache()  # of the weights' casts, which count
 

@@ -32,7 +32,7 @@ from retrograde.run.prints import Prints
 from retrograde.run.settled import operations
 from retrograde.run.states import each_once, entry, is_real, renewed, renewed_apart
 from retrograde.schedule import Action, Backward, Load
-from retrograde.torch_private import add_each, next_node
+from retrograde.torch_private import add_each, gradients_of, next_node
 
 _NOTHING = torch.empty(0, device="cpu")
 
@@ -245,7 +245,7 @@ class AutogradCore(Core):
         computed: Sequence[Gradient] = [None] * len(wanted)
         if roots and wanted:
             with gradients.outside:
-                computed = torch.autograd.grad(roots, wanted, seeds, allow_unused=True)
+                computed = gradients_of(roots, wanted, seeds)
         shares = iter(computed)
         gradients.take_inputs(
             index, [next(shares) if x.requires_grad else None for x in tape.inputs]

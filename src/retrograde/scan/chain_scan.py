@@ -30,7 +30,7 @@ from retrograde.scan.sparse.feedforward import (
 )
 from retrograde.scan.sparse.transposed import room
 from retrograde.sizes.cache import LRUCache
-from retrograde.torch_private import keeps_graph
+from retrograde.torch_private import gradients_of, keeps_graph
 from retrograde.units import Memory, aligned, format_bytes
 
 #: How many choices are kept: one for each shape of a batch, and for each set of masks.
@@ -186,7 +186,7 @@ def _gradients(used: Sequence[LayerCall], dy: Tensor, choice: ScanChoice) -> lis
         return scan_gradients(used, dy, choice.chosen.levels, choice.chosen.samples)
     gradients = [dy]
     for step in reversed(used):
-        gradients += torch.autograd.grad(step.y, step.x, gradients[-1], retain_graph=True)
+        gradients += gradients_of([step.y], [step.x], gradients[-1:], stays=True)
     return gradients[::-1]
 
 
@@ -204,7 +204,7 @@ def _of_parameters(
         return [None] * len(parameters)
     outputs, seeds = zip(*pairs, strict=True)
     with muted_hooks(wanted):  # the hooks are called with the returned gradients
-        computed = torch.autograd.grad(outputs, wanted, seeds, retain_graph=True, allow_unused=True)
+        computed = gradients_of(outputs, wanted, seeds, stays=True)
     return list(computed)
 
 

@@ -20,6 +20,7 @@ from retrograde.run.foreign import foreign_tensors
 from retrograde.run.layout import Inputs, leaves_of
 from retrograde.run.states import each_once, entry
 from retrograde.sizes.allocations import measure_phases
+from retrograde.torch_private import gradients_of
 from retrograde.units import Memory, as_bytes
 
 #: The number of steps that are always measured, whatever memory they take.
@@ -144,7 +145,7 @@ def ordinary_bytes(
 
     def backward() -> None:
         seeds = [like(y) for y in roots]
-        gradients = torch.autograd.grad(roots, leaves, seeds, allow_unused=True) if roots else ()
+        gradients = gradients_of(roots, leaves, seeds) if roots else ()
         handed.extend((seeds, gradients))
 
     def drop() -> None:

@@ -18,6 +18,7 @@ from retrograde.replay.trees import Tensors
 from retrograde.run.core import Core
 from retrograde.run.layout import Inputs
 from retrograde.sizes.footprint import Shapes, gradients_like, noting
+from retrograde.torch_private import gradients_of
 
 _LONG = 64  # steps of the longer range: about as many as schedules record at a time
 _RAN = 0.75  # of the time, in which a thread that is not disturbed runs at least
@@ -104,7 +105,7 @@ def time_iterations(run: Callable[[], Tensors], wanted: Tensors) -> float:
             start = now(device)
             outputs = [t for t in run() if t.requires_grad]
             seeds = [*map(torch.ones_like, outputs)]
-            torch.autograd.grad(outputs, wanted, seeds, stays, allow_unused=True)
+            gradients_of(outputs, wanted, seeds, stays=stays)
             del outputs, seeds  # as a program lets them go before its next iteration
             seconds.append(now(device) - start)
     return statistics.median(seconds[1:])  # the first may allocate or compile

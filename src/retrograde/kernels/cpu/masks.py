@@ -1,14 +1,14 @@
 """Masks of dropout on a CPU: by a hash, for :mod:`retrograde.recurrent.dropout`, and as bits."""
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 import torch
-from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
 
+from retrograde.compiler import compiled
 from retrograde.kernels.cpu.llvm.lanes import Reals
 from retrograde.kernels.cpu.llvm.threads import ranges, share
 
@@ -18,6 +18,7 @@ _GAMMA, _MIX_1, _MIX_2 = (
 _SPREAD, _SHORT_1, _SHORT_2 = (np.uint32(v) for v in (0x9E3779B9, 0x7FEB352D, 0x846CA68B))
 _ROW_WORK = 2**16  # the numbers for which one more thread pays
 _CHUNK = 8192  # numbers at a time, so that NumPy takes little memory
+_compiled = partial(compiled, nogil=True)
 
 
 def drop(x: Tensor, seed: int, p: float, start: int, sample: int = 0) -> Tensor:
@@ -35,7 +36,7 @@ def drop(x: Tensor, seed: int, p: float, start: int, sample: int = 0) -> Tensor:
     return out
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@_compiled
 def _mixed(z: np.uint64) -> np.uint64:
     """Return 64 bits, each of which depends on all bits of z (splitmix64)."""
     z = (z ^ (z >> np.uint64(30))) * _MIX_1
@@ -43,7 +44,7 @@ def _mixed(z: np.uint64) -> np.uint64:
     return z ^ (z >> np.uint64(31))
 
 
-@njit(nogil=True, cache=True)  # type: ignore[untyped-decorator]
+@_compiled
 def _drop(
     x: Reals, out: Reals, seed: np.uint64, keep: np.floating[Any], limit: np.uint32,
     start: np.uint64, samples: np.uint64, begin: np.uint64, top: int, bottom: int,

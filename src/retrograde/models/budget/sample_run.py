@@ -28,7 +28,7 @@ from retrograde.run.core import hooked
 from retrograde.run.transforms import hooks_of_all
 from retrograde.sizes.allocations import measure
 from retrograde.sizes.ordinary import expanded
-from retrograde.torch_private import flat_weights, run_backward
+from retrograde.torch_private import flat_weights, gradients_of
 
 
 def called_in_turn(model: nn.Module, sample: object) -> CallOrder:
@@ -115,9 +115,7 @@ def bytes_of_a_pass(model: nn.Module, sample: object, fill: float | None) -> int
         outputs = [t for t in tensors_in(run_model(model, sample)) if t.requires_grad]
         torch.clear_autocast_cache()  # as at the end of a context, in which backward() is not
         ones = tuple(map(expanded, outputs))
-        if fill is None:
-            return outputs, torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
-        return outputs, run_backward(tuple(outputs), ones, tuple(wanted))
+        return outputs, gradients_of(outputs, wanted, ones, in_modes=fill is not None)
 
     try:
         muted, alike = muted_modules([*model.modules()]), as_accumulated(weights)

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import grad
 from torch.autograd.graph import get_gradient_edge
 
 from retrograde.errors import NotExactError
@@ -27,6 +26,7 @@ from retrograde.plan.calls import Part
 from retrograde.replay.fingerprints import fingerprints
 from retrograde.replay.surroundings import muted_hooks
 from retrograde.run.core import unsaved
+from retrograde.torch_private import gradients_of
 
 Weights = frozenset[Tensor]
 TURNED = -1  # a way: kept, with a turned gradient
@@ -148,7 +148,7 @@ class Phases:
                 del seed
             begin = [torch.empty(0, device=self.device)]
             with as_accumulated(weights, self.tied):
-                gradients = self._timed(grad, root, [*edges, *weights], begin, allow_unused=True)
+                gradients = self._timed(gradients_of, root, [*edges, *weights], begin)
             self.shown[self.way] = fingerprints(g for g in gradients if g is not None)
             back = [g for g in gradients[: len(edges)] if g is not None]
             self.reorders_gradient[turned] = any(not g.is_contiguous() for g in back)

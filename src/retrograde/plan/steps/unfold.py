@@ -17,7 +17,7 @@ and compiled by numba for those of more than :data:`INTERPRETED` actions.
 
 from collections.abc import Callable, Hashable
 from functools import cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -205,7 +205,6 @@ def _unfold(segments: Any, root: int, verbs: _Verbs, start: _Places, stop: _Plac
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function as compiled by numba, which is imported on the first call."""
-    from numba import njit
+    from retrograde import compiler
 
-    made: Callable[..., Any] = njit(cache=True)(function)
-    return made
+    return cast(Callable[..., Any], compiler.compiled(function))

@@ -36,6 +36,7 @@ from retrograde.scan.sparse.csr import CSR, LayerJacobian
 from retrograde.scan.sparse.factor import adaptive, band, identity, windows
 from retrograde.scan.sparse.pattern import Pattern
 from retrograde.scan.sparse.weights import Sizes, convolution, known, linear
+from retrograde.torch_private import gradients_of
 
 Rule = Callable[[Any, Tensor, Tensor], LayerJacobian | CSR]
 Parts = Callable[[Any], nn.Module]
@@ -120,7 +121,7 @@ def _elementwise(layer: nn.Module, x: Tensor, y: Tensor) -> LayerJacobian:
 def _slopes(x: Tensor, y: Tensor) -> Tensor:
     """Return the gradient of x for a gradient of ones, (samples, inputs)."""
     ones = torch.ones((), dtype=y.dtype, device=y.device).expand_as(y)
-    (gradient,) = torch.autograd.grad(y, x, ones, retain_graph=True)
+    gradient: Tensor = gradients_of([y], [x], [ones], stays=True)[0]
     return gradient.flatten(1)
 
 

@@ -16,6 +16,7 @@ units in the last place.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
@@ -25,6 +26,7 @@ from numba.core import cgutils, codegen, config, event
 from numba.extending import models, register_model
 from numpy.typing import NDArray
 
+from retrograde import compiler
 from retrograde.kernels.cpu.llvm.kinds import Args, Builder, Kind, Signature, Target, Value, Written
 from retrograde.machine import tell
 
@@ -45,7 +47,8 @@ _F = TypeVar("_F", bound=Callable[..., object])
 
 #: The decorator of all loops. They are compiled once, cached on disk, and hold no Python lock.
 compiled = cast(
-    Callable[[_F], _F], njit(cache=True, nogil=True, fastmath=MATH, error_model="numpy")
+    Callable[[_F], _F],
+    partial(compiler.compiled, nogil=True, fastmath=MATH, error_model="numpy"),
 )
 
 
