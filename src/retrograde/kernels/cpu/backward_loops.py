@@ -23,6 +23,7 @@ from retrograde.kernels.cpu.llvm.lanes import (
     Reals,
     added,
     compiled,
+    copy,
     inlined,
     load,
     load_each,
@@ -123,7 +124,7 @@ def backward(of: BackwardArrays, number: int, first: int, last: int) -> None:
     driven, recurrent, rest = _divided(rest, each * again, each * again)
     x, h, y, c = of.x.reshape(-1), of.before.reshape(-1), of.after.reshape(-1), of.cells.reshape(-1)
     kept_gates, terms, gradients = of.gates.reshape(-1), of.losses.reshape(-1), g.reshape(-1)
-    p, to_own = of.own.reshape(-1), of.to_own[number].reshape(-1)
+    p, to_own, biases = of.own.reshape(-1), of.to_own[number].reshape(-1), of.biases.reshape(-1)
     for stop in range(length, 0, -steps):
         start = max(0, stop - steps)
         for t in range(stop - 1, start - 1, -1):
@@ -131,8 +132,8 @@ def backward(of: BackwardArrays, number: int, first: int, last: int) -> None:
             into[:] = 0
             if again:
                 for b in range(each):
-                    driven[b * again : b * again + GATES * size] = of.biases[0]
-                    recurrent[b * again : b * again + GATES * size] = of.biases[1]
+                    copy(biases, 0, driven, b * again, GATES * size)
+                    copy(biases, GATES * size, recurrent, b * again, GATES * size)
                 product(x, row * width, width, 1, each, of.from_inputs, again, driven, again)
                 product(h, row * size, size, 1, each, of.from_states, again, recurrent, again)
             for b in range(each):
@@ -165,7 +166,7 @@ def backward(of: BackwardArrays, number: int, first: int, last: int) -> None:
                         store_each(to_own, j, size, left, of_units)
             product(s, top, stride, 1, each, hidden, wide, into, wide)
             for b in range(each):
-                g[first + b, :size] = into[b * wide : b * wide + size]
+                copy(into, b * wide, gradients, (first + b) * state, size)
             if of.starts.shape[0]:
                 leave(of.starts[t], g, of.to_entry, first, last)
         _add_products(of, SPLIT * size, s, stride, start, stop, rest, number, first, last)
@@ -174,9 +175,12 @@ def backward(of: BackwardArrays, number: int, first: int, last: int) -> None:
 @compiled
 def leave(starts: NDArray[np.bool_], g: Reals, to_entry: Reals, first: int, last: int) -> None:
     """Move the gradients of those samples that begin anew from ``g`` to ``to_entry`` (B, n)."""
+    total, flat, size = to_entry.reshape(-1), g.reshape(-1), g.shape[1]
     for b in range(first, last):
+        for j in range(0, size if starts[b] else 0, LANES):
+            at, left = b * size + j, size - j
+            store(total, at, load(total, at, left) + load(flat, at, left), left)
         if starts[b]:
-            to_entry[b] += g[b]
             g[b] = 0
 
 
@@ -192,7 +196,7 @@ def _add_products(
     _add_weights(s, stride, of.before[start:stop], weights, room, first, last)
     for row in range(count if split else 0):
         end = row * stride + weights.shape[0]
-        s[end - split : end] = s[end : end + split]
+        copy(s, end, s, end - split, split)
     _add_weights(s, stride, of.x[start:stop], inputs, room, first, last)
     if of.dx.shape[0]:
         _to_inputs(s, stride, of.inputs, of.dx[start:stop], room, first, last)

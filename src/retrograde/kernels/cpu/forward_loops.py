@@ -18,6 +18,7 @@ from retrograde.kernels.cpu.llvm.lanes import (
     Reals,
     added,
     compiled,
+    copy,
     load,
     load_each,
     store,
@@ -128,8 +129,9 @@ def run(
                 rest = high * size - j
                 store(states, j, load(y, t * numbers + j, rest), rest)
     if by_units:
-        left, right = units[first], units[last]
-        h[:, left:right] = outputs[outputs.shape[0] - 1, :, left:right]
+        left, right, at = units[first], units[last], (outputs.shape[0] - 1) * numbers
+        for row in range(0, numbers, size):
+            copy(y, at + row + left, states, row + left, right - left)
 
 
 def recall(
@@ -164,6 +166,7 @@ def enter(
     starts: NDArray[np.bool_], entry: Reals, state: Reals, column: int, first: int, last: int
 ) -> None:
     """Overwrite the rows of ``state`` (B, H) that begin anew by ``entry``, from a column on."""
+    flat, into, width = entry.reshape(-1), state.reshape(-1), state.shape[1]
     for b in range(first, last):
         if starts[b]:
-            state[b] = entry[b, column : column + state.shape[1]]
+            copy(flat, b * entry.shape[1] + column, into, b * width, width)

@@ -17,6 +17,7 @@ from retrograde.kernels.cpu.llvm.lanes import (
     LANES,
     Reals,
     compiled,
+    copy,
     load,
     load_each,
     store,
@@ -146,7 +147,7 @@ def sweep(
             into, wide = room[part, low : mine[3]].reshape(-1), room.shape[2]
             product(s, at, width, 1, many, of.hidden[part], count, into, wide)
             for b in range(many):
-                g[low + b, left : left + count] = into[b * wide : b * wide + count]
+                copy(into, b * wide, gradients, (low + b) * state + left, count)
         if of.starts.shape[0]:
             leave(of.starts[t], g, of.to_entry, first, last)
 
@@ -207,7 +208,8 @@ def products(
                     for j in range(size if of.keep.shape[1] else 0):
                         a[j // panel, j, j % panel] += of.keep[c, t, b, j]
                     product(matrix.reshape(-1), 0, size, 1, count, a, wide, new, wide)
-                matrix[:, :size] = new.reshape(count, wide)[:, :size]
+                for i in range(count):
+                    copy(new, i * wide, matrix.reshape(-1), i * state, size)
 
 
 @compiled

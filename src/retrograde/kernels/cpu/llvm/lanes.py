@@ -209,6 +209,14 @@ def store(_: object, array: Kind, index: Kind, value: Kind, left: Kind) -> Writt
     return types.void(array, types.intp, value, types.intp), code
 
 
+@compiled
+def copy(source: Reals, at: int, target: Reals, to: int, count: int) -> None:
+    """Copy so many numbers of a flat array to another. numba's own assignment of slices may raise
+    an error, whose text takes seconds to compile."""
+    for j in range(0, count, LANES):
+        store(target, to + j, load(source, at + j, count - j), count - j)
+
+
 def _places(builder: Builder, index: Value, apart: Value, count: int) -> list[Value]:
     return [builder.add(index, builder.mul(apart, apart.type(k))) for k in range(count)]
 
