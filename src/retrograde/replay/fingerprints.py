@@ -1,6 +1,6 @@
 """Fingerprints of tensors, which tell whether a rerun computes the bits of the first run (rule 11).
 
-A fingerprint is a weighted sum of a tensor's bits, read as 64-bit integers. Each of 8,191 columns
+A fingerprint is a weighted sum of a tensor's bits, read as 64-bit integers. Each of 8,209 columns
 has a weight of its own, and each of 1,021 on a GPU, so that permuted rows differ. Of a tensor of
 some size an eighth may be looked at, each time another one.
 
@@ -33,7 +33,8 @@ from retrograde.torch_private import (
 _SMALL = 256 * 1024  # bytes, at most, of a tensor with gaps that is copied to be looked at
 _WHOLE = 32 * 1024  # bytes, at most, of a tensor that is looked at as a whole at every turn
 _PARTS = 8
-_COLUMNS, _COLUMNS_ON_A_GPU, _WEIGHT = 8191, 1021, 5_308_871_862  # two prime numbers
+# Two prime numbers. 64 KiB, an eighth of 512, are less than a row of the first.
+_COLUMNS, _COLUMNS_ON_A_GPU, _WEIGHT = 8209, 1021, 5_308_871_862
 _CPU_WEIGHTS = np.arange(_COLUMNS) * _WEIGHT + 1
 _NUMPYS = {torch.float32, torch.float64, torch.int64}  # which need no other view
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
