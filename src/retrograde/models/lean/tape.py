@@ -12,7 +12,6 @@
 
 from collections import Counter
 from collections.abc import Callable
-from types import BuiltinFunctionType, MethodDescriptorType
 from typing import Any
 from weakref import ref
 
@@ -78,9 +77,9 @@ class LeanTape(TorchFunctionMode):
         if is_compiling():
             return func(*args, **kwargs)
         rule = _RULES[func] if func in _RULES else _rule_of(func)
-        if rule is None and "out" not in kwargs:
+        if rule is None:
             return func(*args, **kwargs)
-        changes, shares, note = rule or _NOTHING
+        changes, shares, note = rule
         target = kwargs.get("out", args[0] if args else kwargs.get("input"))
         if not isinstance(target, Tensor):
             result = func(*args, **kwargs)
@@ -369,8 +368,6 @@ for _name in ("add", "sub", "subtract", "add_", "sub_", *_BY_SIGN):
 # Of functions that were called: whether they change their first argument in place, whether their
 # results share memory unseen, and what is noted.
 _RULES: dict[Any, tuple[bool, str, Callable[..., None] | None] | None] = {}
-_NOTHING = False, "", None
-_TORCHS = BuiltinFunctionType, MethodDescriptorType
 # What neither saves nor changes anything.
 _PLAIN = {"__get__", "size", "stride", "dim", "view", "reshape", "flatten", "unflatten", "permute"}
 _PLAIN |= {"transpose", "squeeze", "unsqueeze", "expand", "split", "chunk", "contiguous"}
@@ -381,7 +378,5 @@ def _rule_of(func: Any) -> Any:
     if name in _PLAIN and func not in _SHARING:
         return _RULES.setdefault(func, None)
     changes = (name[-1:] == "_" and name[-2:] != "__") or name in _CHANGING  # add_, not __add__
-    rule: Any = changes, _SHARING.get(func, ""), _NOTES.get(func)
-    if rule == _NOTHING and isinstance(func, _TORCHS) and name[:3] != "__i":
-        rule = None  # it says by its name what it changes, unlike functions in Python
-    return _RULES.setdefault(func, rule)
+    rule = _RULES[func] = changes, _SHARING.get(func, ""), _NOTES.get(func)
+    return rule
