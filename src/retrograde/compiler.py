@@ -1,6 +1,7 @@
 """Functions that numba compiles once, and that later processes load from disk.
 
-To compile, numba sets itself up in half a second and 85 MiB. What is on disk loads without that.
+To compile, numba first sets itself up, which takes time and memory. What is on disk loads without
+that. ``benchmarks/resident.py weight`` measures what is left.
 """
 
 from collections.abc import Callable

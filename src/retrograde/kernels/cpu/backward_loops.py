@@ -177,10 +177,10 @@ def leave(starts: NDArray[np.bool_], g: Reals, to_entry: Reals, first: int, last
     """Move the gradients of those samples that begin anew from ``g`` to ``to_entry`` (B, n)."""
     total, flat, size = to_entry.reshape(-1), g.reshape(-1), g.shape[1]
     for b in range(first, last):
-        for j in range(0, size if starts[b] else 0, LANES):
-            at, left = b * size + j, size - j
-            store(total, at, load(total, at, left) + load(flat, at, left), left)
         if starts[b]:
+            for j in range(0, size, LANES):
+                at, left = b * size + j, size - j
+                store(total, at, load(total, at, left) + load(flat, at, left), left)
             g[b] = 0
 
 
