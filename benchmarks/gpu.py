@@ -2,12 +2,13 @@
 
     python benchmarks/gpu.py --device cuda     # `make gpu`; JSON into results/, and docs/gpu.md
     python benchmarks/gpu.py --device cuda --sections grid models   # only these anew
+    python benchmarks/gpu.py --device cuda --resume   # what this commit has not measured yet
     python benchmarks/gpu.py --expected        # what counting tells: launches, bytes, FLOPs
     python benchmarks/gpu.py --quick --out F   # small and on the CPU: only to see that it runs
 
-Each section is a process with a time limit of its own. The row of a part that fails, or that has no
-time left, says so. The script needs torch, triton and numba. Without pytest it skips the tests, and
-says so.
+Each section is a process with a time limit of its own. A row is written as soon as it is measured.
+One that fails, or that has no time left, says so, unless there is an older one. The script needs
+torch, triton and numba. Without pytest it skips the tests, and says so.
 
 - *drawn*: models drawn at random within five budgets each (``drawn.py``);
 - *budgets*: the bytes that budgeted recurrent layers request, allocate and reserve;
@@ -29,15 +30,15 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 import chains
 import gpu_models
@@ -60,13 +61,12 @@ SECONDS = {
     "models": 90,
 }  # fmt: skip
 
-# The vendor's forward pass takes eight MiB, so small rows have no plan for a few percent.
 BUDGETS = [
     ("LSTM", 256, 64, 1000, "5%"),
-    ("LSTM", 64, 16, 1000, "10%"),
+    ("LSTM", 64, 16, 1000, "5%"),
     ("LSTM", 64, 256, 10_000, "1%"),
     ("GRU", 256, 64, 1000, "5%"),
-    ("GRU", 64, 16, 1000, "10%"),
+    ("GRU", 64, 16, 1000, "5%"),
     ("RNN", 64, 16, 1000, "20%"),
     ("RNN", 128, 128, 10_000, "1%"),
 ]
@@ -103,13 +103,23 @@ NETWORKS: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...]]] = {
 
 
 class Clock:
-    """What is left of a section's time."""
+    """What is left of a section's time, and the rows that are ``done``."""
 
-    def __init__(self, seconds: float) -> None:
-        self.start, self.seconds = time.monotonic(), seconds
+    def __init__(self, seconds: float, done: Collection[str] = ()) -> None:
+        self.start, self.seconds, self.done = time.monotonic(), seconds, done
 
     def is_over(self, part: float = 1.0) -> bool:
         return time.monotonic() - self.start > part * self.seconds
+
+
+LATE: Row = {"error": "not reached in time"}
+
+
+def each(cases: Mapping[str, Any], measure: Callable[[Any], Row], clock: Clock) -> Iterator[Row]:
+    """A row for each case by name that is not done, while there is time."""
+    for name, case in cases.items():
+        if name not in clock.done:
+            yield {"name": name} | (LATE if clock.is_over() else told(partial(measure, case)))
 
 
 def told(measure: Callable[[], Row]) -> Row:
@@ -127,11 +137,9 @@ def told(measure: Callable[[], Row]) -> Row:
 
 def budgets(device: str, quick: bool, clock: Clock) -> Iterator[Row]:
     """Requested, allocated and reserved bytes against the budget."""
-    for kind, *sizes, memory in BUDGETS:
-        size = (8, 2, 200) if quick else sizes
-        share = "50%" if quick else memory
-        row = told(lambda: held(kind, *size, share, device))  # noqa: B023
-        yield {"name": budget_name(kind, *sizes, memory)} | row
+    small = 8, 2, 200, "50%"
+    named = {budget_name(*c): (c[0], *(small if quick else c[1:])) for c in BUDGETS}
+    yield from each(named, lambda case: held(*case, device), clock)
 
 
 def held(kind: str, hidden: int, batch: int, length: int, memory: str, device: str) -> Row:
@@ -180,24 +188,21 @@ def held(kind: str, hidden: int, batch: int, length: int, memory: str, device: s
 
 def grid(device: str, quick: bool, clock: Clock) -> Iterator[Row]:
     """Rows of the grid: times over torch's own."""
-    for work in GRID[:2] if quick else GRID:
-        if clock.is_over():
-            yield {"name": str(work), "error": "not reached in time"}
-            continue
-        small = recurrent.Work(work.kind, 4, 8, 2, 60) if quick else work
 
-        def measure(work: recurrent.Work = small) -> Row:
-            contest = recurrent.Contest(work, device, SHARES)
-            held = {name: contest.bytes(name) for name in contest.runs}
-            seconds = contest.seconds(3)
-            return {
-                "torch_ms": 1e3 * seconds["torch"],
-                "ratios": {name: seconds[name] / seconds["torch"] for name in SHARES
-                           if name in seconds},
-                "over": [n for n, fit in contest.fits.items() if held[n] > fit.budget_bytes],
-            }  # fmt: skip
+    def measure(work: recurrent.Work) -> Row:
+        contest = recurrent.Contest(work, device, SHARES)
+        held = {name: contest.bytes(name) for name in contest.runs}
+        seconds = contest.seconds(3)
+        return {
+            "torch_ms": 1e3 * seconds["torch"],
+            "ratios": {n: seconds[n] / seconds["torch"] for n in SHARES if n in seconds},
+            "spans": {n: fit.calls for n, fit in contest.fits.items()},
+            "over": [n for n, fit in contest.fits.items() if held[n] > fit.budget_bytes],
+        }
 
-        yield {"name": str(work)} | told(measure)
+    small = [recurrent.Work(work.kind, 4, 8, 2, 60) for work in GRID[:2]]
+    named = zip(map(str, GRID), small if quick else GRID, strict=False)
+    yield from each(dict(named), measure, clock)
 
 
 def case_name(case: scans.Case) -> str:
@@ -206,15 +211,15 @@ def case_name(case: scans.Case) -> str:
 
 def backward(device: str, quick: bool, clock: Clock) -> Iterator[Row]:
     """Seconds of the backward pass of each way, and the kernel that torch's spends most time in."""
-    for case in BACKWARD[:3] if quick else BACKWARD:
-        row: Row = {"name": case_name(case), "ways": {}}
+
+    def measure(case: scans.Case) -> Row:
         small = scans.Case(case.cell, 60, 2, 3, 5) if quick else case
-        for way in WAYS[:2] if case.hidden > LARGEST_SIZE else WAYS:
-            if clock.is_over():
-                row["ways"][way] = {"error": "not reached in time"}
-                continue
-            row["ways"][way] = told(lambda w=way, c=small: one_way(c, w, device))  # type: ignore[misc]
-        yield row
+        ways = {way: way for way in (WAYS[:2] if case.hidden > LARGEST_SIZE else WAYS)}
+        rows = each(ways, lambda way: one_way(small, way, device), Clock(clock.seconds))
+        return {"ways": {row.pop("name"): row for row in rows}}
+
+    cases = {case_name(case): case for case in (BACKWARD[:3] if quick else BACKWARD)}
+    yield from each(cases, measure, clock)
 
 
 def one_way(case: scans.Case, way: str, device: str) -> Row:
@@ -239,8 +244,6 @@ def slowest_kernel(y: Tensor, seed: Tensor) -> str:
     kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=kinds) as profiled:
         y.backward(seed)
-        if on_gpu:
-            torch.cuda.synchronize()
     key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     events = profiled.key_averages()
     launched = [one for one in events if one.device_type.name == "CUDA"]  # not torch's operations
@@ -250,24 +253,24 @@ def slowest_kernel(y: Tensor, seed: Tensor) -> str:
 
 def networks_of_layers(device: str, quick: bool, clock: Clock) -> Iterator[Row]:
     """Each chain within half and a quarter of its memory; torch.compile last, which takes long."""
-    rows = [
-        one_network(name, device, quick) for name in (list(NETWORKS)[5:7] if quick else NETWORKS)
-    ]
-    for row in rows:
-        yield row | {"compiled": {"error": "not reached in time"}}
+    names = list(NETWORKS)[5:7] if quick else list(NETWORKS)
+    rows = []
+    for row in each({n: n for n in names}, lambda n: one_network(n, device, quick), clock):
+        rows.append(row)
+        yield row | {"compiled": LATE}
     for row in rows:
         if "error" not in row and not clock.is_over(0.75):  # one may take a minute
-            row["compiled"] = told(lambda r=row: compiled(r["name"], device, quick))  # type: ignore[misc]
+            row["compiled"] = told(partial(compiled, row["name"], device, quick))
             yield row
 
 
 def models(device: str, quick: bool, clock: Clock) -> Iterator[Row]:
     """Whole models that call their layers themselves."""
-    for name in gpu_models.MODELS:
-        if clock.is_over():
-            yield {"name": name, "error": "not reached in time"}
-        else:
-            yield {"name": name} | told(partial(gpu_models.measured, name, device, quick))
+    yield from each(
+        {n: n for n in gpu_models.MODELS},
+        lambda name: gpu_models.measured(name, device, quick),
+        clock,
+    )
 
 
 def built(name: str, device: str, quick: bool) -> tuple[nn.Sequential, Tensor, Tensor]:
@@ -279,29 +282,26 @@ def built(name: str, device: str, quick: bool) -> tuple[nn.Sequential, Tensor, T
 
 
 def one_network(name: str, device: str, quick: bool) -> Row:
-    def measure() -> Row:
-        plain, x, seed = built(name, device, quick)
-        parameters = list(plain.parameters())
-        segments = max(2, math.isqrt(len(plain)))
-        contenders: dict[str, Callable[[Tensor], Tensor]] = {
-            "ordinary": plain,
-            f"checkpoint {segments}": chains.checkpointed(plain, segments),
-        }
-        row: Row = {"refused": []}
-        for share in ("50%", "25%"):
-            ours = rg.Sequential(*plain, memory=share)
-            try:
-                row[f"budget {share}"] = ours.fit(x).budget_bytes
-            except rg.BudgetError:
-                row["refused"].append(share)
-                continue
-            contenders[share] = ours
-        ways = {key: chains.Way(net, parameters, x, seed) for key, net in contenders.items()}
-        row["bytes"] = {key: way.peak() for key, way in ways.items()}
-        row["seconds"] = chains.middle(chains.in_turn(ways, 1 if quick else 5))
-        return row
-
-    return {"name": name} | told(measure)
+    plain, x, seed = built(name, device, quick)
+    parameters = list(plain.parameters())
+    segments = max(2, math.isqrt(len(plain)))
+    contenders: dict[str, Callable[[Tensor], Tensor]] = {
+        "ordinary": plain,
+        f"checkpoint {segments}": chains.checkpointed(plain, segments),
+    }
+    row: Row = {"refused": []}
+    for share in ("50%", "25%"):
+        ours = rg.Sequential(*plain, memory=share)
+        try:
+            row[f"budget {share}"] = ours.fit(x).budget_bytes
+        except rg.BudgetError:
+            row["refused"].append(share)
+            continue
+        contenders[share] = ours
+    ways = {key: chains.Way(net, parameters, x, seed) for key, net in contenders.items()}
+    row["bytes"] = {key: way.peak() for key, way in ways.items()}
+    row["seconds"] = chains.middle(chains.in_turn(ways, 1 if quick else 5))
+    return row
 
 
 def compiled(name: str, device: str, quick: bool) -> Row:
@@ -333,7 +333,8 @@ def drawn(device: str, quick: bool, clock: Clock) -> Iterator[Row]:
     run = subprocess.run([*command, "--workers", processes], capture_output=True, text=True)
     counts = [line for line in run.stdout.splitlines() if "readings" in line] or [run.stderr[-200:]]
     bad = any(word in counts[0] for word in ("over", "wrong", "warned")) or run.returncode != 0
-    yield {"name": "drawn models", "result": counts[0], "passed": not bad}
+    told = [line for line in run.stdout.splitlines() if re.search("over|wrong|warned", line)]
+    yield {"name": "drawn models", "result": counts[0], "passed": not bad, "bad": told[:20]}
 
 
 SECTIONS: dict[str, Callable[[str, bool, Clock], Iterator[Row]]] = {
@@ -363,39 +364,22 @@ def expected_of(section: str) -> list[Row]:
                 for case in BUDGETS
             ]
         case "grid":
-            return [
-                {"name": str(work), "gflop": 3e-9 * forward_flops(work), "ratio": 4 / 3}
-                for work in GRID
-            ]
+            return [{"name": str(work)} for work in GRID]
         case "backward":
             return [counted_backward(case) for case in BACKWARD]
         case "models":
             return [{"name": name} for name in gpu_models.MODELS]
-    return [counted_network(name) for name in NETWORKS]
+    return [{"name": name} for name in NETWORKS]
 
 
 def budget_name(kind: str, hidden: int, batch: int, length: int, memory: str) -> str:
     return f"{kind} {hidden}→{hidden}, B={batch}, T={length}, {memory}"
 
 
-def gates_of(kind: str) -> int:
-    return GATES["RNN_TANH" if kind == "RNN" else kind]  # type: ignore[index]
-
-
-def forward_flops(work: recurrent.Work) -> int:
-    """Of one forward pass; with a backward pass it is three times as many."""
-    layers, ways = work.options.get("num_layers", 1), 2 if "bidirectional" in work.options else 1
-    wide, total = work.inputs, 0
-    for _ in range(layers):
-        total += ways * gates_of(work.kind) * work.hidden * (wide + work.hidden)
-        wide = ways * work.hidden
-    return 2 * work.length * work.batch * total
-
-
 def counted_backward(case: scans.Case) -> Row:
     """The recurrence alone: launches, steps that wait for one another, FLOPs, bytes moved."""
     kind: Any = "RNN_TANH" if case.cell == "RNN" else case.cell
-    gates, size, rows = gates_of(case.cell), case.hidden, case.length * case.batch
+    gates, size, rows = GATES[kind], case.hidden, case.length * case.batch
     shape: Any = (case.batch, case.inputs, size, torch.float32, "cuda")
     swept = sequential_block(kind, *shape)
     scanned, chunk = scan_lengths(kind, case.length, *shape)
@@ -418,46 +402,37 @@ def counted_backward(case: scans.Case) -> Row:
     }  # fmt: skip
 
 
-def counted_network(name: str) -> Row:
-    """FLOPs of an iteration, and bytes of what the layers hand on, on torch's "meta" device."""
-    make, shape = NETWORKS[name]
-    with torch.device("meta"):
-        plain, x = nn.Sequential(*make()), torch.empty(shape)
-    sizes, counter = [], FlopCounterMode(display=False)
-    with counter, torch.no_grad():
-        for layer in plain:
-            x = layer(x)
-            sizes.append(x.nbytes)
-    return {
-        "name": name,
-        "gflop": 3e-9 * counter.get_total_flops(),
-        "between_bytes": sum(sizes),
-        "ratio": 4 / 3,
-    }
-
-
-def run_section(name: str, options: argparse.Namespace) -> list[Row]:
-    """A section in a process of its own: an error of the device, or a hang, ends there."""
+def run_section(
+    name: str, options: argparse.Namespace, done: list[str], keep: Callable[[Row], None]
+) -> None:
+    """A section in a process of its own: an error of the device, or a hang, ends there. ``keep``
+    gets its rows, but for those that are ``done``."""
     command = [sys.executable, __file__, "--section", name, "--device", options.device]
     command += ["--quick"] if options.quick else []
     seconds = SECONDS[name] * (10 if options.quick else 1)
     print(f"{name} …", flush=True)
     # Without it torch's own products may have other bits each time.
-    env = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, env=env, start_new_session=True
-    ) as run:
-        try:
-            text, ended = run.communicate(timeout=seconds)[0], []
-        except subprocess.TimeoutExpired:
-            os.killpg(run.pid, signal.SIGKILL)  # with the processes that torch.compile began
-            text, ended = run.communicate()[0], ["stopped: its time was over"]
-    if run.returncode and not ended:
-        ended = [f"ended with {run.returncode}"]
-    found = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-    rows = list({row["name"]: row for row in found}.values())  # the last of a name
-    passed = {"passed": False} if name in CHECKS else {}
-    return rows + [{"name": "the section", "error": reason} | passed for reason in ended]
+    env = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "DONE": json.dumps(done)}
+    pipe: Any = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen(command, env=env, **pipe) as run:
+        stop = threading.Timer(seconds, os.killpg, (run.pid, signal.SIGKILL))  # and its children
+        stop.start()
+        assert run.stdout is not None
+        for line in run.stdout:
+            if line.startswith("{"):
+                keep(json.loads(line))
+        ended = run.wait()
+        stop.cancel()
+    if ended:
+        why = "stopped: its time was over" if ended == -signal.SIGKILL else f"ended with {ended}"
+        passed = {"passed": False} if name in CHECKS else {}
+        keep({"name": "the section", "error": why} | passed)
+
+
+def commit() -> str:
+    """The commit that is measured, by which rows are known."""
+    command = ["git", "describe", "--always", "--dirty"]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT).stdout.strip()
 
 
 def main() -> int:
@@ -467,10 +442,11 @@ def main() -> int:
     parser.add_argument("--expected", action="store_true")
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
     parser.add_argument("--sections", nargs="*", choices=SECTIONS, default=list(SECTIONS))
+    parser.add_argument("--resume", action="store_true")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.section:
-        clock = Clock(0.9 * SECONDS[options.section])
+        clock = Clock(0.9 * SECONDS[options.section], json.loads(os.environ["DONE"]))
         for row in SECTIONS[options.section](options.device, options.quick, clock):
             print(json.dumps(row), flush=True)
         return 0
@@ -482,11 +458,29 @@ def main() -> int:
         document = {"machine": machine_of(options.device)}
     device = re.sub(r"\W+", "_", document.get("machine", {"device": "expected"})["device"]).lower()
     path = options.out or RESULTS / f"gpu_{device}.json"
+
+    def write() -> None:
+        path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+
     if not options.expected:
-        found = {name: run_section(name, options) for name in options.sections}
         known = json.loads(path.read_text())["sections"] if path.exists() else {}
-        document["sections"] = {n: (known | found)[n] for n in SECTIONS if n in known | found}
-    path.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n")
+        document["sections"] = {n: known[n] for n in SECTIONS if n in known}
+        at = commit()
+        for section in options.sections:
+            rows: dict[str, Row] = {row["name"]: row for row in known.get(section, [])}
+            rows.pop("the section", None)
+
+            def keep(row: Row, section: str = section, rows: dict[str, Row] = rows) -> None:
+                if row.get("error") != LATE["error"] or row["name"] not in rows:
+                    rows[row["name"]] = row | {"commit": at}
+                document["sections"][section] = [*rows.values()]
+                write()
+
+            ours = {n: row for n, row in rows.items() if row.get("commit") == at}
+            late = {n for n, row in ours.items() if LATE["error"] in json.dumps(row)}
+            done = [n for n, row in ours.items() if "error" not in row and n not in late]
+            run_section(section, options, done if options.resume else [], keep)
+    write()
     print(f"written to {path}")
     if options.out is None:
         subprocess.run([sys.executable, ROOT / "benchmarks" / "render_numbers.py"], check=True)

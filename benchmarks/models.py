@@ -30,6 +30,7 @@ import retrograde as rg
 from harness import Row, Run, Script, beside, difference, fresh, medians, seconds
 
 script = Script()
+SHARES = "65%", "50%", "30%", "20%", "10%"
 Step = Callable[[], list[Tensor]]
 
 
@@ -57,12 +58,8 @@ def checkpointed(model: nn.Module, names: Iterable[str], **options: Any) -> nn.M
 def outside(case: Any, uncounted: int, elsewhere: int) -> int:
     """Bytes that a step holds beside what is budgeted: by the rest of the model, or for its loss,
     which holds the output and its gradient."""
-    sample = case.sample
     with torch.no_grad():
-        if isinstance(sample, dict):
-            y = case.model(**sample)
-        else:
-            y = case.model(*sample) if isinstance(sample, tuple) else case.model(sample)
+        y = case.outputs(case.model)
     output = sum(t.nbytes for t in pytree.tree_leaves(y) if isinstance(t, Tensor))
     return max(uncounted, elsewhere) + 2 * output
 
@@ -84,21 +81,31 @@ def of_library(name: str, rounds: int) -> Row | None:
         rg.budget(copy.deepcopy(case.model), 1, case.sample)
     except rg.BudgetError as refusal:
         least = refusal.minimum_bytes
-    allowed = {}
-    for share in ("65%", "50%", "30%", "20%", "10%", "least"):
-        model = copy.deepcopy(case.model)
+    held = {key: rg.measure(call).working_bytes for key, call in calls.items()}
+    allowed, rest = {}, 0
+    for share in (
+        "65%",
+        "50%",
+        "30%",
+        "20%",
+        "10%",
+        "least",
+        *["as checkpoint"] * bool(case.blocks),
+    ):
+        as_theirs = max(least, held.get("checkpoint", 0) - rest)
+        model, memory = copy.deepcopy(case.model), {"least": least, "as checkpoint": as_theirs}
         try:
             start = time.perf_counter()
-            division = rg.budget(model, least if share == "least" else share, case.sample)
+            division = rg.budget(model, memory.get(share, share), case.sample)
             row["budget_ms"][share] = round(1e3 * (time.perf_counter() - start))
         except rg.BudgetError:
             row["refused"].append(share)
             continue
         row["ordinary"], row["least"] = division.ordinary_bytes, least
         row["elsewhere"] = division.elsewhere_bytes
+        rest = outside(case, held["plain"] - row["ordinary"], row["elsewhere"])
         calls[share], allowed[share] = partial(step, model, case.loss), division.total_bytes
     row |= beside(calls, rounds)
-    rest = outside(case, row["bytes"]["plain"] - row["ordinary"], row["elsewhere"])
     row["allowed"] = {key: size + rest for key, size in allowed.items()}
     row["bitwise"] = [
         key
@@ -114,8 +121,8 @@ def library_models(run: Run) -> None:
 
     Each model (``tests/oracles/library_models.py``) makes training steps in turn: unchanged, with a
     ``torch.utils.checkpoint`` around each block, and by ``rg.budget`` within fractions of its
-    memory, and its least. Times are relative to the unchanged model, and bytes are those of a step
-    besides the parameters' gradients. The cost of ``rg.budget`` itself is told, and the bits.
+    memory, its least, and the bytes of that checkpointing. Times are relative to the unchanged
+    model, and bytes are those of a step besides the parameters' gradients.
     """
     from oracles.library_models import MODELS
 

@@ -60,7 +60,7 @@ def grid(found: Row, counted: Row) -> list[str]:
     first = found.get("error") or (time(found["torch_ms"]) if found else "")
     shares = [f"{ratios[s]:.2f}" if s in ratios else "refused" if ratios else ""
               for s in ("50%", "10%", "5%")]  # fmt: skip
-    return [first, *shares, f"{counted['gflop']:.3g}", f"{counted['ratio']:.2f}"]
+    return [first, *shares]
 
 
 def backward(found: Row, counted: Row) -> list[str]:
@@ -68,6 +68,7 @@ def backward(found: Row, counted: Row) -> list[str]:
     theirs = ways.get("torch", {})
     taken = theirs.get("backward_seconds")
     first = "cuDNN refuses" if "error" in theirs else "" if taken is None else time(1e3 * taken)
+    first = found.get("error", first)
     cells = []
     for way in ("100%", "scan"):
         one = ways.get(way, {})
@@ -103,7 +104,6 @@ def networks(found: Row, counted: Row) -> list[str]:
     return [
         first, beside("50%"), beside("25%"), beside(theirs),
         beside("compiled") or compiled.get("error", ""),
-        f"{counted['gflop']:,.0f}", size(counted["between_bytes"]), f"{counted['ratio']:.2f}",
     ]  # fmt: skip
 
 
@@ -129,8 +129,7 @@ TABLES: dict[str, tuple[list[str], Callable[[Row, Row], list[str]]]] = {
         budgets,
     ),
     "grid": (
-        ["network", "cuDNN", "50%", "10%", "5%", "counted: GFLOP of an iteration",
-         "counted: FLOPs with one forward pass more ÷ without"],
+        ["network", "cuDNN", "50%", "10%", "5%"],
         grid,
     ),
     "backward": (
@@ -142,8 +141,7 @@ TABLES: dict[str, tuple[list[str], Callable[[Row, Row], list[str]]]] = {
     ),
     "networks": (
         ["chain", "ordinary", "50%", "25%", "`checkpoint_sequential`, √n segments",
-         "`torch.compile`, activation budget 0.5", "counted: GFLOP of an iteration",
-         "counted: what layers hand on", "counted: FLOPs with one forward pass more ÷ without"],
+         "`torch.compile`, activation budget 0.5"],
         networks,
     ),
     "models": (

@@ -360,8 +360,9 @@ def library_models() -> str:
         plain = f"{time(row['plain_ms'])}, {size(row['ordinary'])}"
         covered = row["ordinary"] / (row["ordinary"] + row["elsewhere"])
         model = row["model"] + ("" if "plain" in row["bitwise"] else " (its own bits vary)")
-        rows.append([model, plain, f"{covered:.0%}", *cells, other])
-    head = ["model", "as it is", "covered", *shares, "checkpoint around each block"]
+        theirs = f"{row['ratios'].get('as checkpoint', 0):.2f}".replace("0.00", "–")
+        rows.append([model, plain, f"{covered:.0%}", *cells, other, theirs])
+    head = ["model", "as it is", "covered", *shares, "checkpoint of blocks", "ours in its bytes"]
     return shown("library_models_cpu", head, rows)
 
 

@@ -7,6 +7,7 @@ JSON for each launch.
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -14,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from oracles.compiled_code import LAUNCHED, overwritten, unsafe
+from oracles.compiled_code import LAUNCHED, loop, overwritten, unsafe
 
 #: The shared memory that a program may have, in bytes, by architecture.
 LIMITS = {75: 65_536, 80: 166_912, 86: 101_376, 90: 232_448, 120: 101_376}
@@ -70,6 +71,7 @@ class Compiled:
             "tensor_cores": "mma" in ptx or "tf32" in ptx,
             "overwritten": overwritten(ir),
             "unsafe": unsafe(ir, ptx, constants.get("STAGES", 1)),
+            "loop": loop(machine_code(built.asm["cubin"])),
         }
         print(json.dumps(report | registers(ptx)))
 
@@ -91,15 +93,34 @@ def registers(ptx):
     }
 
 
+def machine_code(cubin):
+    """The instructions of a program, in the words of the card."""
+    from triton.knobs import nvidia
+
+    with tempfile.NamedTemporaryFile("wb", suffix=".cubin", delete=False) as file:
+        file.write(cubin)
+    try:
+        command = [nvidia.cuobjdump.path, "-sass", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    finally:
+        os.unlink(file.name)
+
+
 def recurrences(size, all_of_them):
     import torch
 
     from retrograde.kernels import LARGEST_SIZE
     from retrograde.kernels.cells import Slopes
+    from retrograde.kernels.cuda import (
+        forward_kernels,
+        limits,
+        slope_kernels,
+        step_kernels,
+        sweep_kernels,
+    )
     from retrograde.kernels.cuda import launch as cuda
-    from retrograde.kernels.cuda import limits, slope_kernels, step_kernels, sweep_kernels
 
-    for module in (sweep_kernels, slope_kernels, step_kernels):
+    for module in (forward_kernels, sweep_kernels, slope_kernels, step_kernels):
         for name in LAUNCHED[module.__name__.rpartition(".")[2]]:
             setattr(module, name, Compiled(getattr(module, name), name))
     cuda._limit = lambda t: LIMITS[ARCHITECTURE]
@@ -108,6 +129,11 @@ def recurrences(size, all_of_them):
         state = torch.zeros(2, size * (2 if gates == 4 else 1))
         gated = None if gates == 1 else steps
         slopes = Slopes(torch.zeros(4, 2, gates, size), gated, gated)
+        kind = {1: "RNN_TANH", 3: "GRU", 4: "LSTM"}[gates]
+        if size <= LARGEST_SIZE:
+            sums, parts = torch.zeros(4, 2, gates * size), [torch.zeros(2, size) for _ in range(2)]
+            bias, weights = torch.zeros(size), torch.zeros(gates * size, size)
+            cuda.forward(kind, sums, weights, bias, parts[: 1 + (gates == 4)], steps)
         for dy in (steps, None) if all_of_them else (steps,):
             both = all_of_them or size == 20 or size > LARGEST_SIZE
             for tf32 in (True, False) if both else (False,):

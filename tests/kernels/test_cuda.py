@@ -7,7 +7,7 @@ import torch
 
 from oracles.cuda_kernels import COMPILED, DEVICE, load
 from retrograde.kernels import cells as recurrent
-from retrograde.kernels import kernels, sweep
+from retrograde.kernels import kernels, launched, sweep
 from retrograde.kernels.cells import Slopes, Weights
 from retrograde.kernels.cpu import sweep as cpu
 
@@ -93,6 +93,31 @@ def assert_equal_to_the_plain_form(fences, ours, plain, given, *options):
 def test_sweep(fences, kind, length, samples, size, loss):
     given = problem(kind, length, samples, size, loss)
     assert_equal_to_the_plain_form(fences, cuda.sweep, sweep.sweep, given)
+
+
+@pytest.mark.quick(8)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("kind", ["GRU", "LSTM", "RNN_TANH", "RNN_RELU"])
+@pytest.mark.parametrize("size", [20, 1, 63, 65, 128])
+def test_forward(fences, kind, size, bias):
+    """Beside torch's own layer, and beside the plain form; two calls carry the state on."""
+    torch.manual_seed(size)
+    name, *rest = kind.split("_")
+    options = {"nonlinearity": rest[0].lower()} if rest else {}
+    net = getattr(torch.nn, name)(5, size, bias=bias, **options).requires_grad_(False)
+    weights = Weights.of(kind, [*map(fences.around, net._flat_weights)])
+    x, samples = torch.randn(7, 3, 5), 3
+    before = [torch.randn(1, samples, size) for _ in range(2 if kind == "LSTM" else 1)]
+    theirs, after = net(x, tuple(before) if kind == "LSTM" else before[0])
+    expected = [theirs, *(after if kind == "LSTM" else [after])]
+    for run in (cuda.forward, launched.forward):
+        state = [fences.around(s[0]) for s in before]
+        y = fences.empty((len(x), samples, size), torch.float32, torch.device(DEVICE))
+        for part in (slice(0, 3), slice(3, 7)):
+            forward = launched.LaunchedForward(run, weights, samples)
+            room = forward.room(part.stop - part.start)
+            forward(x[part].to(DEVICE), state, y[part], room)
+        assert_close([y.cpu(), *(s[None].cpu() for s in state)], expected, 1e-6)
 
 
 @pytest.mark.quick(1)

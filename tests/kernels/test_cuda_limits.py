@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,7 @@ def assert_safe_to_write_over(reports):
     """
     sweeps = {"sweep": ["gates"], "finish": ["gates"]}
     expected = {"gru_slopes": ["hidden"], "lstm_slopes": ["gates"], **sweeps}
+    expected["forward"] = ["h_state"]
     for report in reports:
         if report["kernel"] == "step":
             assert [name.split("_")[0] for name in report["overwritten"]] == ["before"]
@@ -96,6 +98,8 @@ def assert_safe_to_write_over(reports):
         names = expected.get(report["kernel"], [])
         if report["kernel"] in sweeps and report["constants"]["K"] == 3:
             names = ["gates", "inner"]
+        if report["kernel"] == "forward" and report["constants"]["K"] == 4:
+            names = ["c_state", "h_state"]
         assert report["overwritten"] == names, report
         assert report["unsafe"] == [], report
 
@@ -107,7 +111,8 @@ def test_kernels_compile_within_a_card(architecture, size):
     """RNNs with tanh and with ReLU share their kernels: slopes of one gate."""
     reports = compiled(architecture, size)
     products = 3 * (2 if size == "20" else 1)  # with TF32 and without
-    assert len(reports) == products + 2 + 2 * 3 + 2  # carries, sweeps checked or not, slopes
+    # Forward passes, carries, sweeps checked or not, slopes.
+    assert len(reports) == products + 3 + 2 + 2 * 3 + 2
     assert_fits(reports, CARDS[architecture])
     assert_safe_to_write_over(reports)
 
@@ -119,6 +124,25 @@ def test_kernels_of_wide_layers_compile_within_a_card(architecture):
     assert len(reports) == 1 + 3 * 2 * 2 + 3 + 2  # begin, step in four forms, finish, slopes
     assert_fits(reports, CARDS[architecture])
     assert_safe_to_write_over(reports)
+
+
+@pytest.mark.quick(1)
+@pytest.mark.parametrize("size", ["64", "20", "128"])
+def test_a_step_of_a_small_layer_waits_for_other_threads_seldom(size):
+    """Latency is all that matters there: barriers, and numbers that threads exchange."""
+    for report in compiled("90", size):
+        counts = Counter(report["loop"])
+        if report["kernel"] == "sweep":
+            assert counts["BAR"] <= 5, report
+            assert counts["SHFL"] <= 2, report
+            assert sum(counts.values()) <= (320 if size == "128" else 190), report
+        if report["kernel"] == "forward":
+            assert counts["BAR"] <= 6, report
+            assert counts["SHFL"] <= 1, report
+            assert sum(counts.values()) <= (400 if size == "128" else 250), report
+        if report["kernel"] in ("sweep", "forward"):
+            assert report["registers"] <= 128, report
+            assert report["spilt_bytes"] == 0 or size == "128", report
 
 
 @pytest.mark.slow

@@ -5,9 +5,11 @@ straight lines within a loop, so the order of lines is the order of execution.
 """
 
 import re
+from collections import Counter
 
 #: The kernels that host code launches, by the module of ``kernels/cuda``.
 LAUNCHED = {
+    "forward_kernels": ("forward",),
     "sweep_kernels": ("carry", "products", "sweep"),
     "slope_kernels": ("gru_slopes", "lstm_slopes"),
     "step_kernels": ("begin", "finish", "step"),
@@ -98,3 +100,14 @@ def _copies_not_waited_for(ptx, stages):
     if each == 0 or allowed > each * (stages - 2):
         found.append(f"{allowed} copies may be under way, of {each} a step in {stages} stages")
     return found
+
+
+def loop(sass):
+    """How often each kind of instruction stands in the longest loop of a program, by its name."""
+    lines = re.findall(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\d+ )?([A-Z0-9.]+)([^;]*);", sass)
+    code = [(int(at, 16), name.split(".")[0], rest) for at, name, rest in lines]
+    back = [(int(found[0], 16), at) for at, name, rest in code if name == "BRA"
+            if (found := re.findall("0x([0-9a-f]+)", rest))]  # fmt: skip
+    loops = [(start, end) for start, end in back if start < end]
+    start, end = max(loops, key=lambda pair: pair[1] - pair[0], default=(1, 0))
+    return Counter(name for at, name, _ in code if start <= at <= end)

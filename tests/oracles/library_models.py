@@ -24,13 +24,16 @@ class Case:
     sample: Any
     blocks: list[nn.Module]
 
-    def loss(self, model: nn.Module) -> Tensor:
-        """A number to go back from."""
+    def outputs(self, model: nn.Module) -> Any:
+        """What the model returns."""
         sample = self.sample
         if isinstance(sample, dict):
-            y = model(**sample)
-        else:
-            y = model(*sample) if isinstance(sample, tuple) else model(sample)
+            return model(**sample)
+        return model(*sample) if isinstance(sample, tuple) else model(sample)
+
+    def loss(self, model: nn.Module) -> Tensor:
+        """A number to go back from."""
+        y = self.outputs(model)
         for name in ("logits", "last_hidden_state", "sample"):
             y = getattr(y, name, y)
         return y.float().square().mean()

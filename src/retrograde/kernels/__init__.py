@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from retrograde.kernels import cells, sweep
+from retrograde.kernels import cells, launched, sweep
 from retrograde.kernels.cells import GateSlopes, Kept, Slopes, Weights
 from retrograde.kernels.cuda.limits import LARGEST_SIZE
 from retrograde.kernels.fallback import Fallback
+from retrograde.kernels.launched import LaunchedForward
 
 if TYPE_CHECKING:
     from retrograde.kernels.cpu.layer import Backward, Forward
@@ -33,7 +34,7 @@ class Kernels:
     ``backward`` does slopes, sweep and weight gradients in one loop. ``forward`` and ``backward``
     are None where torch's own are as fast. ``prepare`` returns the hidden weights in the form that
     sweeps read fastest. ``wide`` makes the sweep of a layer that is too wide for the scan's
-    kernels; then ``scan`` is torch's operations.
+    kernels; then ``scan`` is torch's operations. ``onward`` runs others forward in little memory.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Kernels:
     recall: Recall | None = None
     prepare: Callable[[Tensor, int], Tensor] = lambda hidden, samples: hidden
     wide: Callable[[Tensor], BlockSweep] | None = None
+    onward: Callable[[Weights, int], LaunchedForward] | None = None
 
     def sweep_with(self, hidden: Tensor, samples: int) -> BlockSweep:
         """Return the sweep with these hidden weights, for many blocks of so many samples."""
@@ -96,7 +98,10 @@ def kernels(device: str, dtype: torch.dtype, size: int) -> Kernels:
                 return either.join(cuda.WideSweep(hidden).sweep, plain)
 
             return Kernels("triton", swept, sweep.scan, gates, sweep.products, wide=wide)
-        return Kernels("triton", swept, either.join(cuda.scan, sweep.scan), gates, sweep.products)
+        scan = either.join(cuda.scan, sweep.scan)
+        run = either.join(cuda.forward, launched.forward)
+        onward = functools.partial(LaunchedForward, run)
+        return Kernels("triton", swept, scan, gates, sweep.products, onward=onward)
     return _plain()
 
 

@@ -146,7 +146,7 @@ class Weights:
 
     @property
     def size(self) -> int:
-        """Return H, the number of hidden units."""
+        """H, the number of hidden units."""
         return self.hidden.shape[1]
 
     def tensors(self) -> dict[str, Tensor]:

@@ -22,8 +22,8 @@ from retrograde.plan.footprint import Curve
 #: What runs the layers. ``"loops"`` is one loop for a whole backward pass. ``"sweeps"`` is loops
 #: for the recurrence, and matrix products for the rest. ``"in place"`` is the same, but reads the
 #: weights without a copy of them. ``"torch"``, on a GPU, is the vendor's forward pass, torch's
-#: operations and compiled sweeps.
-Backend = Literal["loops", "sweeps", "in place", "torch"]
+#: operations and compiled sweeps. ``"launches"``, there, is a forward pass of our own.
+Backend = Literal["loops", "sweeps", "in place", "torch", "launches"]
 
 #: The bytes of the inputs' contribution to the gates that are held at a time.
 FORWARD_BYTES = 2**21
@@ -65,11 +65,16 @@ class Layer:
     forward_by: Backend = "loops"
     backward_by: Backend = "loops"
     vendor: Curve | None = None  # the measured bytes of the vendor's forward pass, by steps
+    calls: int = 0  # as of :class:`HeldPlan`
 
     @property
     def form(self) -> Formula:
         """The numbers of the cell."""
         return form_of(self.kind)
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.backward_by == "torch"
 
     @property
     def state(self) -> int:
@@ -82,7 +87,7 @@ class Layer:
 
     def gates(self, rows: int) -> int:
         """Return the bytes of kept gates and cells; the vendor's forward pass cannot keep them."""
-        keeps = self.form.keeps and self.forward_by != "torch"
+        keeps = self.form.keeps and not self.on_gpu
         return self._units(self._kept * rows) if keeps else 0
 
     def along(self, rows: int) -> int:
@@ -102,7 +107,7 @@ class Layer:
         numbers += rows * self.width * (self._copies_x + (self.tracks > 1 or self.drops))
         if self.tracks > 1:
             numbers += 2 * rows * self.size
-        if self.forward_by == "torch":
+        if self.on_gpu:
             numbers += rows * self.size  # outputs that the caller already holds
         return numbers * self.item
 
@@ -155,8 +160,8 @@ class Layer:
 
     def pass_rows(self, block: int) -> int:
         """Return the rows that a forward pass processes at a time, in spans of ``block`` rows."""
-        if self.forward_by == "torch":
-            return block
+        if self.on_gpu:
+            return min(block, self.calls * self.batch) if self.calls else block
         wide = self.form.gates * self.size * self.item
         return max(self.batch, min(FORWARD_BYTES // wide, block))
 
@@ -210,6 +215,8 @@ class Layer:
             assert self.vendor is not None
             steps = -(-pass_rows // self.batch)
             return -(-int(self.vendor(steps)) // self.item) if steps else 0
+        if self.forward_by == "launches":
+            return pass_rows * gates + gates
         shape = self.form, self.batch, self.size, self._parts_onward
         numbers = Forward.numbers(*shape, in_panels=self.forward_by == "loops")
         numbers += self._room(pass_rows, self.width)

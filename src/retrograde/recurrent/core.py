@@ -74,7 +74,7 @@ class LayerPass:
         if not self.is_top:
             row_count = sum(span.rows for span in spans)
             tape.below.append(tape.state_after[0].new_empty(row_count, core.size))
-        run = LayerForward(core.forward, self.weights, core.block)
+        run = LayerForward(core.forward, self.weights, core.block, core.calls)
         for span in spans:
             key, keeps, room = (self.track, self.layer, span), self._keeps(span), None
             if core.form.others and not keeps:
@@ -180,7 +180,7 @@ class LayerPass:
         track. A recorded range of one span that is only a part of all steps keeps those of its top
         layer, which is backpropagated next."""
         core, length = self.core, self.core.rows.length
-        if not core.form.keeps or core.forward is None:
+        if not core.form.keeps or core.recall is None:
             return False
         if len(span) == self.tape.stop - self.tape.start < length:
             return self.is_top
@@ -198,7 +198,7 @@ class HeldLayers(Core):
         resets: SequenceResets | None = None,
     ) -> None:  # fmt: skip
         self.net, self.rows, self.batch, self.chunk = net, rows, batch, plan.chunk
-        self.kept, self.steps = plan.kept, plan.steps
+        self.kept, self.steps, self.calls = plan.kept, plan.steps, plan.calls * batch
         self.block = min(plan.block, rows.length * batch)
         self.masks, self.at_once = masks, sums_at_once(rows.length, batch)
         self.resets = resets
@@ -214,7 +214,8 @@ class HeldLayers(Core):
         loops: Backend = "loops"
         self.backward_by = plan.backward_by or (loops,) * self.count
         use = kernels(weight.device.type, weight.dtype, self.size)
-        self.forward = (use.in_place if plan.forward_by == "in place" else use).forward
+        forward = (use.in_place if plan.forward_by == "in place" else use).forward
+        self.forward = use.onward if plan.forward_by == "launches" else forward
         self.recall = use.recall
         #: Whether a second run can take h from the outputs of the top layer, without a recurrence.
         self.follows = not self.form.others or self.recall is not None
@@ -247,7 +248,7 @@ class HeldLayers(Core):
         layers, after = self._passes(inputs, tape), tape.state_after
         top, emits = layers[-1], emit not in (None, discard)
         follows = emit is None and self.count == 1 and self.follows
-        runs = [LayerForward(self.forward, layer.weights, self.block) for layer in layers]
+        runs = [LayerForward(self.forward, each.weights, self.block, self.calls) for each in layers]
         for a, b in pairwise([start, *stops]):
             if follows:
                 for span in self.spans(0, a, b):

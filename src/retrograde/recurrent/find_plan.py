@@ -19,6 +19,7 @@ from typing import Any, cast
 import torch
 
 from retrograde.errors import BudgetError
+from retrograde.kernels import kernels
 from retrograde.kernels.cells import Weights
 from retrograde.plan.fit import Fit, refusal
 from retrograde.plan.footprint import Curve, Footprint
@@ -26,7 +27,7 @@ from retrograde.recurrent.bytes import Backend, Layer, stacked, sums_at_once
 from retrograde.recurrent.call import Call, Plan
 from retrograde.recurrent.dropout import Place
 from retrograde.recurrent.fastest import candidate, fit_measured
-from retrograde.recurrent.forward import forward_bytes, forward_curve
+from retrograde.recurrent.forward import forward_curve
 from retrograde.recurrent.fused import Fused, has_slopes, held_plan, run_held
 from retrograde.recurrent.ordinary_memory import Ordinary, measure_ordinary, measure_whole
 from retrograde.recurrent.plan import HeldPlan, Planner, ordinary_fit
@@ -63,13 +64,6 @@ def fit_held(call: Call, memory: Memory | None) -> Plan:
     usual = ordinary(call.length, len(call.x))
     planner = _held_planner(call, ordinary, memory)
     plan, fit = planner.fit(lengths, memory, usual, partial(measure_whole, call))
-    # Between measured lengths bytes are guessed.
-    while plan is not None and plan.forward_by == "torch":
-        steps = min(call.length, max(1, plan.block // call.batch))
-        if steps in dict(cast(Curve, planner.layers[0].vendor).points):
-            break
-        planner = _measured_at(planner, call, steps)
-        plan, fit = planner.fit(lengths, memory, fit.ordinary_bytes)
     return _plan(call, plan, fit)
 
 
@@ -79,11 +73,13 @@ def _held_planner(call: Call, ordinary: Ordinary, memory: Memory | None) -> Plan
     by: Backend = "loops" if x.device.type == "cpu" else "torch"
     count, copied = call.module.num_layers, 0
     vendor: Sequence[Curve | None] = [None] * count
+    onward = kernels(x.device.type, x.dtype, call.module.hidden_size).onward
     if by == "torch":
+        copied = sum(copied_bytes(net, apart=True) for net in nets)
+    if by == "torch" and onward is None:
         curve = partial(forward_curve, call.length, memory)
         vendor = _known(call, memory, "forward", partial(_of_layers, call, curve))
-        copied = sum(copied_bytes(net, apart=True) for net in nets)
-    else:  # what runs in place reads whole rows
+    elif by == "loops":  # what runs in place reads whole rows
         turned = [w for net in nets for w in net.weights if not w.is_contiguous()]
         copied = sum(w.nbytes for w in turned) + (_TURNING * x.itemsize if turned else 0)
     frozen = (sum(w.numel() for w in net.weights if not w.requires_grad) for net in nets)
@@ -101,7 +97,7 @@ def _held_planner(call: Call, ordinary: Ordinary, memory: Memory | None) -> Plan
         views=not (recurrence.both or call.sizes is not None or call.resets),
         drops=call.has_dropout and not recurrence.both,
         at_once=sums_at_once(call.length, call.batch),
-        forward_by=by,
+        forward_by="launches" if onward is not None else by,
         backward_by=by,
     )
     layers = stacked(lowest, count, vendor)
@@ -129,16 +125,6 @@ def _of_layers(call: Call, find: Callable[[Weights, Tensors], Any]) -> list[Any]
             state = [call.x.new_zeros(call.batch, weights.size) for _ in call.state]
             by_layer.append(find(weights, state))
     return by_layer
-
-
-def _measured_at(planner: Planner, call: Call, steps: int) -> Planner:
-    """Return a planner for which the vendor's forward pass is measured at one more length."""
-    sizes = _of_layers(call, partial(forward_bytes, steps))
-    layers = [
-        replace(layer, vendor=cast(Curve, layer.vendor).through(steps, size))
-        for layer, size in zip(planner.layers, sizes, strict=True)
-    ]
-    return replace(planner, layers=tuple(layers))
 
 
 def _fit_ranges(call: Call, memory: Memory) -> Plan:

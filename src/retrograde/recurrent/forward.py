@@ -21,6 +21,9 @@ from retrograde.units import Memory
 
 if TYPE_CHECKING:
     from retrograde.kernels.cpu.layer import Forward
+    from retrograde.kernels.launched import LaunchedForward
+
+    AnyForward = Forward | LaunchedForward
 
 
 def room_for(weights: Weights, x: Tensor) -> Kept | None:
@@ -46,16 +49,18 @@ def run(
 
 
 class LayerForward:
-    """The forward pass of a layer, in spans of at most ``block`` rows; by torch's own kernel if
-    ``make`` is None."""
+    """The forward pass of a layer, in spans of at most ``block`` rows. Torch's own kernel runs it
+    if ``make`` is None, at most ``calls`` rows at a time, if that is not 0."""
 
     def __init__(
-        self, make: "Callable[[Weights, int], Forward] | None", weights: Weights, block: int
-    ) -> None:
+        self, make: "Callable[[Weights, int], AnyForward] | None", weights: Weights, block: int,
+        calls: int = 0,
+    ) -> None:  # fmt: skip
         self.weights, wide = weights, weights.inputs.shape[0] * weights.inputs.itemsize
-        self.rows = max(1, min(FORWARD_BYTES // wide, block) if make else block)
-        self.make = make
-        self.forward: Forward | None = None
+        self.make, self.on_cpu = make, make is not None and weights.inputs.is_cpu
+        most = FORWARD_BYTES // wide if self.on_cpu else calls or block
+        self.rows = max(1, min(most, block))
+        self.forward: AnyForward | None = None
         self.samples = -1
 
     def __call__(
@@ -64,19 +69,23 @@ class LayerForward:
     ) -> None:  # fmt: skip
         """Run inputs x (L, n, I) and write the outputs to y (L, n, H). The state is (h,) or (h, c),
         each (n, H), and is overwritten. ``kept`` receives an LSTM's gates and cells."""
-        if self.make is None:
-            anew = [] if resets is None else resets.starts.any(-1).nonzero().flatten().tolist()
+        if resets is not None and not self.on_cpu:
+            anew = resets.starts.any(-1).nonzero().flatten().tolist()
             for a, b in pairwise(sorted({0, *anew, len(x)})):
-                if resets is not None:
-                    resets.enter(a, *state)
-                run_by_torch(self.weights, x[a:b], state, y[a:b])
+                resets.enter(a, *state)
+                self(x[a:b], state, y[a:b])
+            return
+        steps = max(1, self.rows // x.shape[1])
+        if self.make is None:
+            for a in range(0, len(x), steps):
+                run_by_torch(self.weights, x[a : a + steps], state, y[a : a + steps])
             return
         if self.samples != x.shape[1]:
             self.samples, self.forward = x.shape[1], None  # release the old one first
             self.forward = self.make(self.weights, self.samples)
         assert self.forward is not None
-        steps = max(1, self.rows // self.samples)
         at_hand = kept is not None or self.weights.form.gates == self.weights.form.states == 1
+        at_hand &= self.on_cpu  # else outputs may not be written over what is read
         room = None if at_hand else self.forward.room(min(steps, len(x)))
         for a in range(0, len(x), steps):
             part = slice(a, min(a + steps, len(x)))
@@ -101,21 +110,16 @@ def run_by_torch(weights: Weights, x: Tensor, state: Tensors, y: Tensor) -> None
 
 
 def forward_curve(length: int, memory: Memory | None, weights: Weights, state: Tensors) -> Curve:
-    """Measure :func:`forward_bytes` by number of steps. Ranges of more than a few steps are
-    measured only as far as a budget in bytes allows."""
+    """Measure the peak bytes of :func:`run_by_torch` by number of steps, on zeros. Ranges of more
+    than a few steps are measured only as far as a budget in bytes allows."""
     most = memory if isinstance(memory, int) else inf
     points: dict[int, int] = {}
-    for steps in sorted({min(length, n) for n in (1, 2, 4, 16, 64)}):
+    for steps in sorted({min(length, n) for n in (1, 4, 16, 64, 256)}):
         if steps > FEW_STEPS and 4 * max(points.values()) > max(most, FEW_BYTES):
             break
-        points[steps] = forward_bytes(steps, weights, state)
+        x = state[0].new_zeros(steps, len(state[0]), weights.inputs.shape[1])
+        y = state[0].new_zeros(steps, *state[0].shape)
+        call = partial(run_by_torch, weights, x, state, y)
+        call()  # a first call's permanent allocations do not count
+        points[steps] = measure(call, device=x.device).peak_bytes
     return Curve(tuple(points.items()))
-
-
-def forward_bytes(steps: int, weights: Weights, state: Tensors) -> int:
-    """Measure the peak bytes of :func:`run_by_torch` for a number of steps, on zeros."""
-    x = state[0].new_zeros(steps, len(state[0]), weights.inputs.shape[1])
-    y = state[0].new_zeros(steps, *state[0].shape)
-    call = partial(run_by_torch, weights, x, state, y)
-    call()  # a first call's permanent allocations do not count
-    return measure(call, device=x.device).peak_bytes

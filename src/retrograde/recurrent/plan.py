@@ -20,6 +20,7 @@ from retrograde.plan.footprint import Curve, Footprint
 from retrograde.plan.steps.closed_form import hsm_cost
 from retrograde.recurrent.bytes import Backend, Layer
 from retrograde.recurrent.spans import Sequences
+from retrograde.recurrent.vendor import is_faster
 from retrograde.sizes import nominal
 from retrograde.sizes.footprint import HEAP_BYTES
 from retrograde.units import Memory, as_bytes, asks_for_all
@@ -34,7 +35,8 @@ class HeldPlan:
     ``kept`` is the number of those steps in each track. ``forward_by`` runs all layers
     forward. ``backward_by`` names what backpropagates each layer, from the lowest up; if it is
     empty, loops backpropagate all. ``chunk`` is the steps in a chunk of a scan; None for no scan.
-    ``steps`` are those of each span; if it is empty, spans are equally long.
+    ``steps`` are those of each span; if it is empty, spans are equally long. ``calls`` is the most
+    steps of one call of the vendor's forward pass; 0 for a whole span.
     """
 
     block: int
@@ -43,6 +45,7 @@ class HeldPlan:
     backward_by: tuple[Backend, ...] = ()
     chunk: int | None = None
     steps: tuple[int, ...] = ()
+    calls: int = 0
 
 
 def ordinary_fit(length: int, **told: int) -> Fit:
@@ -67,10 +70,10 @@ class Planner:
 
     def least_bytes(self, lengths: Sequences) -> int:
         """Return the smallest budget for held layers."""
-        plan = replace(self._means[-1], block=self.layers[0].batch)
+        plan, *others = self._spanned(self._means[-1], lengths)[::-1]
         least = self.peak(lengths, plan)
-        for block in self._blocks(lengths, certain=True)[-2::-1]:
-            peak = self.peak(lengths, replace(plan, block=block))
+        for other in others:
+            peak = self.peak(lengths, other)
             if peak > 1.1 * least:
                 break  # fewer marks, but more for a span than they take
             least = min(least, peak)
@@ -92,12 +95,12 @@ class Planner:
         budget = ordinary if memory is None else as_bytes(memory, ordinary)
         least, length = self.least_bytes(lengths), lengths.length
         may = self.torchs and (ordinary < least or (budget >= ordinary and self._lags(lengths)))
-        vendors = self.layers[0].forward_by == "torch" and asks_for_all(memory)
+        vendors = self.layers[0].on_gpu and asks_for_all(memory)
         if exact is not None and may and not vendors:
-            ordinary = max(ordinary, exact() - self.gradient_copy * length)
+            ordinary = exact() - self.gradient_copy * length
             budget = ordinary if memory is None else as_bytes(memory, ordinary)
         usual = ordinary + self.gradient_copy * length + self.extra + self.masks
-        if self.layers[0].forward_by == "torch":
+        if self.layers[0].on_gpu:
             # A caller that drops the final state is not handed it. Then torch holds that state,
             # zeros for its gradient, and the gradient of the initial state.
             usual += 3 * sum(layer.state for layer in self.layers)
@@ -111,24 +114,22 @@ class Planner:
             return None, ordinary_fit(length, peak_bytes=usual, **told)
         return self._fastest(lengths, budget, told)
 
-    def _blocks(self, lengths: Sequences, *, certain: bool = False) -> list[int]:
-        """Return the lengths of a span to try, in rows, the longest first; the last is one step.
-        The lengths at which the vendor's forward pass was measured are among them. If the bytes
-        must be ``certain``, there are no others."""
-        batch = self.layers[0].batch
-        longest = steps = max(1, min(self.most // batch, lengths.length))
-        curves = [dict(layer.vendor.points) for layer in self.layers if layer.vendor is not None]
-        counts = {n for n in (curves[0] if curves else ()) if all(n in curve for curve in curves)}
-        while steps > 1 and not (certain and curves):
+    def _spanned(self, means: HeldPlan, lengths: Sequences) -> list[HeldPlan]:
+        """Return plans of some means by the lengths of a span to try, the longest first. The last
+        is one step, or a call of the vendor."""
+        batch, least = self.layers[0].batch, max(1, min(means.calls, lengths.length))
+        steps, counts = max(least, min(self.most // batch, lengths.length)), {least}
+        while steps > least:
             counts.add(steps)
             steps = steps * 2 // 3
-        return [n * batch for n in sorted({1, *counts}, reverse=True) if n <= longest]
+        return [replace(means, block=n * batch) for n in sorted(counts, reverse=True)]
 
     def _run_by(self, plan: HeldPlan) -> list[list[Layer]]:
         """Return the layers of every recurrence, run as a plan says."""
         backends: cycle[Backend] = cycle(plan.backward_by or ("loops",))
         pairs = zip(self.layers, backends, strict=False)
-        layers = [replace(layer, forward_by=plan.forward_by, backward_by=by) for layer, by in pairs]
+        onward = partial(replace, forward_by=plan.forward_by, calls=plan.calls)
+        layers = [onward(layer, backward_by=by) for layer, by in pairs]
         return [[layer] for layer in layers] if self._both else [layers]
 
     @property
@@ -138,12 +139,7 @@ class Planner:
 
     def _lags(self, lengths: Sequences) -> bool:
         """Return whether torch's own pass is faster, if there is memory for it."""
-        layer = self.layers[0]
-        by_onednn = layer.kind == "LSTM" and layer.item == 4 and len(lengths.runs) == 1
-        wide = by_onednn and 4 * layer.size * (layer.size + layer.width) > nominal.ONEDNN_WEIGHTS
-        few = lengths.length < nominal.FEW_STEPS["oneDNN" if by_onednn else str(layer.kind)]
-        few = few and lengths.rows * layer.size <= nominal.FEW_STATES
-        return not self.masks and (wide or layer.forward_by == "torch" or few)
+        return not self.masks and is_faster(self.layers, lengths)
 
     def _fastest(
         self, lengths: Sequences, budget: int, told: dict[str, int]
@@ -151,24 +147,23 @@ class Planner:
         """Return the plan of least nominal time. Ranges of a part of the steps are planned only if
         no plan with one range of all steps fits."""
         layer, best, least = self.layers[0], None, inf
-        blocks = self._blocks(lengths)
         if layer.loops:  # no spans needed for the cache
             whole = self._keeping(lengths, HeldPlan(lengths.length * layer.batch), budget)
             if whole is not None and not (whole.steps or self._again(lengths, whole)):
                 return whole, self._told(lengths, whole, told)
         for means in self._means:
-            for block in blocks:
-                plan = self._keeping(lengths, replace(means, block=block), budget)
+            spanned = self._spanned(means, lengths)
+            for plan in (self._keeping(lengths, each, budget) for each in spanned):
                 if plan is not None:
                     again = self._again(lengths, plan) / lengths.length
                     time = self._pass_time(lengths, plan, 1.0, again)
                     if time < least:
                         best, least = plan, time
-            if best is not None and best.block == blocks[0] and not best.steps:
+            if best is not None and best.block == spanned[0].block and not best.steps:
                 break  # no other means allows longer spans
         if best is not None:
             return best, self._told(lengths, best, told)
-        return self._in_ranges(lengths, blocks, budget, told)
+        return self._in_ranges(lengths, budget, told)
 
     @cached_property
     def _means(self) -> list[HeldPlan]:
@@ -176,8 +171,10 @@ class Planner:
         a layout of their own. The backward pass holds the copies of all layers at once. As many of
         the lower layers as the budget requires run without, and slower."""
         layer, count = self.layers[0], 1 if self._both else len(self.layers)
-        if layer.forward_by == "torch":
-            return [HeldPlan(0, forward_by="torch", backward_by=(layer.forward_by,) * count)]
+        if layer.on_gpu:
+            calls = [n for n, _ in layer.vendor.points] if layer.vendor else []
+            plan = HeldPlan(0, 0, layer.forward_by, (layer.backward_by,) * count)
+            return [replace(plan, calls=n) for n in reversed(calls)] or [plan]
         sweeps: tuple[Backend, ...] = tuple(["sweeps"] * count)
         placed: tuple[Backend, ...] = tuple(["in place"] * count)
         means = [HeldPlan(0)]
@@ -188,14 +185,14 @@ class Planner:
         return [*means, HeldPlan(0, forward_by="in place", backward_by=placed)]
 
     def _in_ranges(
-        self, lengths: Sequences, blocks: list[int], budget: int, told: dict[str, int]
+        self, lengths: Sequences, budget: int, told: dict[str, int]
     ) -> tuple[HeldPlan, Fit]:
         """Return a plan in ranges of steps. First the means and the length of a span are chosen, by
         nominal time. For this, ranges have equal length and Revolve decides which of them are
         recomputed. Then the ranges themselves are planned."""
         timed: list[tuple[float, HeldPlan, Footprint]] = []
         for means in self._means:
-            for plan in (replace(means, block=block) for block in blocks):
+            for plan in self._spanned(means, lengths):
                 sizes = self._footprint(plan, lengths, told["ordinary_bytes"])
                 if sizes.minimum_bytes() <= budget:
                     timed.append((self._time_in_ranges(lengths, plan, budget, sizes), plan, sizes))
@@ -217,7 +214,7 @@ class Planner:
         """Return the plan with the longest spans that fit beside the marks before them, or None."""
         layers, batch = self._run_by(plan)[0], self.layers[0].batch
         mark, most = sum(layer.mark(1) for layer in layers), plan.block // batch
-        if self._both or lengths.offsets is not None or plan.forward_by == "torch":
+        if self._both or lengths.offsets is not None or self.layers[0].on_gpu:
             return None
 
         @cache
@@ -280,6 +277,9 @@ class Planner:
             )
             each, of_weight = nominal.SPAN[layer.loops and plan.block >= _THREAD_ROWS]
             total += (again + passes - 1) * run + spans * (each + of_weight * weights)
+            if plan.forward_by == "torch":
+                steps = max(1, min(plan.block, layer.pass_rows(plan.block)) // layer.batch)
+                total += passes * -(-lengths.length // steps) * nominal.VENDOR
             if plan.forward_by == "in place":
                 total += passes * (nominal.IN_PLACE + nominal.FEW_UNITS / size) * recurrent
             if layer.backward_by == "in place":

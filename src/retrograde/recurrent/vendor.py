@@ -6,10 +6,10 @@ reserves memory, so a call that nothing records runs without it. Every call copi
 not in cuDNN's layout. So the weights of a part of a module are put into that layout once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -17,7 +17,12 @@ from torch.backends import cudnn
 
 from retrograde.kernels.cells import AnyKind
 from retrograde.replay.trees import Tensors
+from retrograde.sizes import nominal
 from retrograde.torch_private import lay_out, recurrent_calls
+
+if TYPE_CHECKING:
+    from retrograde.recurrent.bytes import Layer
+    from retrograde.recurrent.spans import Sequences
 
 #: torch's names for its recurrent layers.
 Mode = Literal["RNN_TANH", "RNN_RELU", "GRU", "LSTM"]
@@ -169,3 +174,18 @@ class _Laid(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         return None, *gradients
+
+
+def is_faster(layers: "Sequence[Layer]", lengths: "Sequences") -> bool:
+    """Return whether torch's own pass through layers is faster than ours, if there is memory for
+    it."""
+    layer = layers[0]
+    if layer.on_gpu:
+        small = layer.forward_by == "launches" and layer.tracks == len(layers) == 1
+        small = small and layer.size <= nominal.SWEPT_UNITS[layer.form.gates]
+        few = lengths.length < nominal.FEW_STEPS["GPU"] or layer.batch > nominal.SWEPT_SAMPLES
+        return few or not small
+    by_onednn = layer.kind == "LSTM" and layer.item == 4 and len(lengths.runs) == 1
+    wide = by_onednn and 4 * layer.size * (layer.size + layer.width) > nominal.ONEDNN_WEIGHTS
+    few = lengths.length < nominal.FEW_STEPS["oneDNN" if by_onednn else str(layer.kind)]
+    return wide or (few and lengths.rows * layer.size <= nominal.FEW_STATES)

@@ -29,6 +29,7 @@ from retrograde.kernels.cpu.llvm.threads import numbered, parts_for, share
 from retrograde.kernels.cpu.loops import loops_of
 from retrograde.kernels.cpu.products import linear
 from retrograde.kernels.cpu.sweep import ELEMENT_WORK, starts_of
+from retrograde.kernels.launched import biases_of
 
 State = tuple[Tensor, ...]
 
@@ -46,7 +47,7 @@ class Forward:
     def __init__(self, weights: Weights, samples: int, *, in_panels: bool = True) -> None:
         self.weights, gates = weights, weights.form.gates
         self.loops = loops_of(weights.kind, weights.hidden.dtype)
-        self.bias, of_split = _biases(weights)
+        self.bias, of_split = biases_of(weights)
         u = weights.hidden.detach()
         part_count = parts_of_units(samples, weights.size, gates)
         self.units, each = bounds_of_units(weights.size, part_count)
@@ -95,22 +96,6 @@ class Forward:
         sample_ranges = parts_for(len(state[0]), len(x) * self.work)
         many = 0 if resets is not None else len(self.units) - 1
         share_or_meet(self.loops.run, sample_ranges, many, *arguments)
-
-
-def _biases(weights: Weights) -> tuple[Tensor | None, Tensor | None]:
-    """Return the bias of the inputs' part of the gates, and that of h's part of split gates. The
-    former has both biases of whole gates."""
-    inputs, hidden, form = weights.bias_inputs, weights.bias_hidden, weights.form
-    whole, of_split = form.whole * weights.size, None
-    if form.split:
-        split = form.split * weights.size
-        of_split = weights.hidden.new_zeros(split) if hidden is None else hidden[whole:]
-    if inputs is None or hidden is None:
-        return inputs, of_split
-    both = inputs + hidden
-    if form.split:
-        both[whole:] = inputs[whole:]
-    return both, of_split
 
 
 class Backward:
@@ -292,7 +277,7 @@ def recall(
     c = before.new_empty(0, weights.size) if c is None else c
     form, size = weights.form, weights.size
     gates, cells = (before.new_empty(*before.shape[:2], n * size) for n in (form.gates, form.aside))
-    (bias, of_split), flat, h = _biases(weights), gates.flatten(0, 1), before.flatten(0, 1)
+    (bias, of_split), flat, h = biases_of(weights), gates.flatten(0, 1), before.flatten(0, 1)
     linear(x.flatten(0, 1), weights.inputs, bias, flat)
     if of_split is None:
         linear(h, weights.hidden, None, flat, add=True)

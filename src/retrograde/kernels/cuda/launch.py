@@ -18,13 +18,13 @@ to TF32, products of up to 64 units use the tensor cores (sm_80 and later). Each
 three products in TF32, exact to about 2⁻²¹. Otherwise the tensor cores are not used.
 
 *Sizes* (:mod:`retrograde.kernels.cuda.limits`) depend only on the card, the cell and P, the least
-power of two from 16 on that is no less than H. A sweep keeps U in registers, but for an LSTM of
-more than 64 units it reads U at each step. A product has tiles of 16 or 32 rows, of which a thread
-has 8 or 16 numbers. Most loads are issued two steps ahead.
+power of two from 16 on that is no less than H. A sweep and a forward pass keep U in registers. A
+product has tiles of 16 or 32 rows, of which a thread has 8 or 16 numbers. Most loads are issued two
+steps ahead.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -33,8 +33,13 @@ import triton
 from torch import Tensor
 
 from retrograde.kernels import sweep as reference
-from retrograde.kernels.cells import Slopes
-from retrograde.kernels.cuda import slope_kernels, step_kernels, sweep_kernels
+from retrograde.kernels.cells import Kind, Slopes
+from retrograde.kernels.cuda import (
+    forward_kernels,
+    slope_kernels,
+    step_kernels,
+    sweep_kernels,
+)
 from retrograde.kernels.cuda.graph import recorded
 from retrograde.kernels.cuda.limits import LARGEST_SIZE, Launch, launch, step_launch
 from retrograde.kernels.verdicts import Verdicts
@@ -115,6 +120,25 @@ class WideSweep:
                 self.replay()
 
 
+def forward(
+    kind: Kind, gates: Tensor, hidden: Tensor, bias: Tensor | None, state: Sequence[Tensor],
+    outputs: Tensor,
+) -> None:  # fmt: skip
+    """Do the same as :func:`retrograde.kernels.launched.forward`, for float32 and up to 128 units,
+    in one launch."""
+    length, samples, size = outputs.shape
+    arrays = gates, hidden, gates if bias is None else bias, outputs, state[0], state[-1]
+    assert all(t.is_contiguous() and t.dtype == torch.float32 for t in arrays)
+    count = len(hidden) // size
+    form = launch("sweep", count, size, _limit(hidden))
+    assert form is not None
+    with _device_of(hidden):
+        forward_kernels.forward[(samples,)](
+            *arrays, samples, length, 1, K=count, S=1 if count == 1 else 4,
+            RELU=kind == "RNN_RELU", **_constants(form, size),
+        )  # fmt: skip
+
+
 def scan(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor, chunk: int) -> Tensor:
     """Do the same as :func:`retrograde.kernels.sweep.scan`, for float32, in three launches."""
     length, samples, gates, size = slopes.gates.shape
@@ -186,11 +210,11 @@ def _sweep_chunks(
     assert form is not None  # a sweep fits every card
     sizes, distrusted = check or (before, before)
     arguments = *_arrays(slopes, hidden, dy), after, before, sizes, distrusted
-    counts = samples, length, chunks, chunk
+    counts = samples, length, chunks, chunk, 1
     with _device_of(after):
         sweep_kernels.sweep[(chunks * samples,)](
             *arguments, *counts, K=gates, S=1 if gates == 1 else 4, LOSSES=dy is not None,
-            HELD=gates < 4 or size <= 64, CHECKED=check is not None, **_constants(form, size),
+            CHECKED=check is not None, **_constants(form, size),
         )  # fmt: skip
     return before
 

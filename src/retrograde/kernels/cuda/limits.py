@@ -64,8 +64,9 @@ class Launch(NamedTuple):
 
 
 def launch(kernel: str, gates: int, size: int, limit: int, tf32: bool = False) -> Launch | None:
-    """Return how "products", "carry" or "sweep" is launched, or None if it does not fit. ``gates``
-    is K, and ``size`` is H ≤ 128. ``tf32`` allows the tensor cores. The dtype is float32."""
+    """Return how "products", "carry" or "sweep" is launched, or None if it does not fit. A forward
+    pass is launched as a sweep. ``gates`` is K, and ``size`` is H ≤ 128. ``tf32`` allows the tensor
+    cores. The dtype is float32."""
     padded = max(16, 1 << (size - 1).bit_length())
     warps, stages = _PREFERRED[kernel][padded][gates]
     tile_rows = 16 if size * (2 if gates == 4 else 1) < 16 else 32

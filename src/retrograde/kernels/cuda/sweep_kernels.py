@@ -8,8 +8,8 @@ Chunks of L steps are counted from the end of the block, so the first chunk may 
 are padded to a power of two P ≥ H, and nothing is read or written beyond H.
 
 Each step of a sweep waits for the step before, so latency matters most. Each sample of a chunk has
-its own program. It holds the weights in registers, except for an LSTM of more than 64 units. It
-computes g U as elementwise products and one sum.
+its own program, which holds the weights in registers. It computes g U as elementwise products and
+sums, of which a thread has all terms: threads exchange a vector at a step, and no partial sums.
 
 The products of Jacobians are matrix products. A program takes a tile of rows through a chunk. It
 forms the Jacobian of each step, Σ_k diag(s_k) U_k, when it needs it. The two products of an LSTM's
@@ -36,7 +36,7 @@ LIMIT = tl.constexpr(CANCELLATION)
 MOST = tl.constexpr(torch.finfo(torch.float32).max)
 
 # Lengths and counts change from call to call, so the compiled code does not specialize on them.
-_compiled: Any = triton.jit(do_not_specialize=["samples", "length", "chunks", "chunk"])
+_compiled: Any = triton.jit(do_not_specialize=["samples", "length", "chunks", "chunk", "apart"])
 _inlined: Any = triton.jit
 
 
@@ -175,23 +175,28 @@ def carry(
 
 
 @_inlined
-def _stacked(hidden, K: tl.constexpr, S: tl.constexpr, H: tl.constexpr, P: tl.constexpr):
-    """Load U of all gates, stacked by rows, (S P, P)."""
-    i = tl.arange(0, S * P)[:, None]
-    j = tl.arange(0, P)[None, :]
-    mask = (i // P < K) & (i % P < H) & (j < H)
-    return tl.load(hidden + (i // P * H + i % P) * H + j, mask=mask, other=0.0)
+def _by_terms(
+    hidden, term, unit, K: tl.constexpr, S: tl.constexpr, H: tl.constexpr, P: tl.constexpr
+):  # fmt: skip
+    """Load U of all gates, (terms, gates, units), so that a thread has all terms of its sums. The
+    strides of terms and units are not constants. Else the compiler would see which lie side by
+    side, and divide these among threads."""
+    i = tl.arange(0, P)[:, None, None]
+    k = tl.arange(0, S)[None, :, None]
+    j = tl.arange(0, P)[None, None, :]
+    mask = (k < K) & (i < H) & (j < H)
+    return tl.load(hidden + k * H * H + i * term + j * unit, mask=mask, other=0.0)
 
 
 @_compiled
 def sweep(
     gates, keep, inner, hidden, dy, after, before, sizes, distrusted, samples, length, chunks,
-    chunk, K: tl.constexpr, S: tl.constexpr, H: tl.constexpr, P: tl.constexpr,
-    LOSSES: tl.constexpr, HELD: tl.constexpr, CHECKED: tl.constexpr, STAGES: tl.constexpr,
+    chunk, apart, K: tl.constexpr, S: tl.constexpr, H: tl.constexpr, P: tl.constexpr,
+    LOSSES: tl.constexpr, CHECKED: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Sweep every chunk; program c·B + b has chunk c of sample b. Gradients of the gates overwrite
     the slopes. If ``sizes`` are checked and a sample's products cannot be trusted, the program of
-    its first chunk sweeps all steps, and the others none."""
+    its first chunk sweeps all steps, and the others none. ``apart`` is one: see ``_by_terms``."""
     pair = tl.program_id(0).to(tl.int64)
     first_step, end = _steps(pair // samples, length, chunks, chunk)
     b = pair % samples
@@ -212,7 +217,7 @@ def sweep(
     real = (k < K) & fits[None, :]
     h = _numbers(after, start * n, H, P)
     c = _numbers(after, start * n + H, H, P) if K == 4 else h
-    u = _stacked(hidden, K, S, H, P)
+    u = _by_terms(hidden, H * apart, apart, K, S, H, P)
     for back in tl.range(1, (end - first_step + 1).to(tl.int32), num_stages=STAGES):
         at = (end - back) * samples + b
         if LOSSES:
@@ -230,11 +235,9 @@ def sweep(
             c = d * kept
             a = tl.where(k == 3, h[None, :], d[None, :]) * slopes
         else:
-            a = h[None, :] * slopes
+            a = tl.sum((h[None, :] * slopes)[None], 0)  # else each thread would compute all of a
         tl.store(gates + at * K * H + gate, a, mask=real)
-        if not HELD:
-            u = _stacked(hidden, K, S, H, P)
-        new = tl.sum(tl.reshape(a, (S * P,))[:, None] * u, 0)
+        new = tl.sum(tl.sum(tl.trans(a)[:, :, None] * u, 0), 0)
         if K == 3:
             tl.store(inner + at * H + j, h * inner_slope, mask=fits)
             new += h * kept
