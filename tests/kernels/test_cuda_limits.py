@@ -85,15 +85,17 @@ def assert_safe_to_write_over(reports):
     is the kernel's own (``gpu.barrier`` in the GPU dialect). So it is in the two kernels that make
     slopes. See :mod:`oracles.compiled_code`.
 
-    A step of a wide layer reads and writes one array, the states, but two rows of it: it reads
-    those after the step, and writes those before it.
+    A step of a wide layer reads a row of the gates, and writes the one before it.
     """
-    sweeps = {"sweep": ["gates"], "finish": ["gates"]}
+    sweeps = {"sweep": ["gates"]}
     expected = {"gru_slopes": ["hidden"], "lstm_slopes": ["gates"], **sweeps}
     expected["forward"] = ["h_state"]
     for report in reports:
         if report["kernel"] == "step":
-            assert [name.split("_")[0] for name in report["overwritten"]] == ["before"]
+            names = ["gates", *["inner"] * (report["constants"]["K"] == 3), "state"]
+            assert sorted({name.split("_")[0] for name in report["overwritten"]}) == names
+            unsafe = [told for told in report["unsafe"] if "is read in two ways" not in told]
+            assert unsafe == [], report
             continue
         names = expected.get(report["kernel"], [])
         if report["kernel"] in sweeps and report["constants"]["K"] == 3:
@@ -121,7 +123,7 @@ def test_kernels_compile_within_a_card(architecture, size):
 @pytest.mark.parametrize("architecture", CARDS)
 def test_kernels_of_wide_layers_compile_within_a_card(architecture):
     reports = compiled(architecture, "256")
-    assert len(reports) == 1 + 3 * 2 * 2 + 3 + 2  # begin, step in four forms, finish, slopes
+    assert len(reports) == 1 + 3 * 2 * 2 + 2  # begin, step in four forms, slopes
     assert_fits(reports, CARDS[architecture])
     assert_safe_to_write_over(reports)
 
@@ -143,6 +145,19 @@ def test_a_step_of_a_small_layer_waits_for_other_threads_seldom(size):
         if report["kernel"] in ("sweep", "forward"):
             assert report["registers"] <= 128, report
             assert report["spilt_bytes"] == 0 or size == "128", report
+
+
+@pytest.mark.quick(0)
+def test_a_step_of_a_wide_layer_is_a_plain_product():
+    for report in compiled("90", "256"):
+        if report["kernel"] == "step":
+            counts, constants = Counter(report["loop"]), report["constants"]
+            large, total = constants["TILE"] == 32, sum(counts.values())
+            assert report["registers"] <= 128, report
+            assert report["spilt_bytes"] == 0, report
+            assert total <= (200 if constants["TF32"] else 480), report
+            if constants["TF32"]:
+                assert counts["HMMA"] >= (0.08 if large else 0.05) * total, report
 
 
 @pytest.mark.slow

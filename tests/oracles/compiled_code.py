@@ -12,7 +12,7 @@ LAUNCHED = {
     "forward_kernels": ("forward",),
     "sweep_kernels": ("carry", "products", "sweep"),
     "slope_kernels": ("gru_slopes", "lstm_slopes"),
-    "step_kernels": ("begin", "finish", "step"),
+    "step_kernels": ("begin", "step"),
 }
 
 _DEFINED = re.compile(r"\s*%([\w-]+)(?::\d+)? = ([\w.]+) ([^\n]*)")

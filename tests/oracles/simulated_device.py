@@ -207,18 +207,15 @@ def kernel(name, reference, launches=1):
     return launch
 
 
-class WideSweep:
+def wide_sweep(hidden):
     """A wide layer's sweep by the plain one: a launch a step, of which a graph makes 32 in one."""
+    hidden.new_empty(7, dtype=torch.int64)  # a table
 
-    def __init__(self, hidden):
-        self.hidden, self.table = hidden, hidden.new_empty(6, dtype=torch.int64)
+    def run(slopes, dy, g):
+        launches = 2 + -(-(len(slopes.gates) + 1) // 32)
+        return kernel("steps", sweep.sweep, launches)(slopes, hidden, dy, g)
 
-    def sweep(self, slopes, dy, g):
-        length = len(slopes.gates)
-        states = g.new_empty(length + 1, *g.shape)
-        found = kernel("steps", sweep.sweep, 2 + -(-length // 32))(slopes, self.hidden, dy, g)
-        assert len(states) == length + 1  # held until here
-        return found.clone()
+    return run
 
 
 def _parts(a):
@@ -364,7 +361,7 @@ def simulated():
     _register()
     triton = types.ModuleType("retrograde.kernels.cuda.launch")
     triton.sweep, triton.scan = kernel("sweep", sweep.sweep), kernel("scan", sweep.scan, 3)
-    triton.WideSweep, triton.forward = WideSweep, kernel("forward", launched.forward)
+    triton.wide_sweep, triton.forward = wide_sweep, kernel("forward", launched.forward)
     triton.gru_slopes = kernel("slopes", cells.gru_slopes)
     triton.lstm_slopes = kernel("slopes", cells.lstm_slopes)
     found = retrograde.kernels.kernels

@@ -95,7 +95,7 @@ def kernels(device: str, dtype: torch.dtype, size: int) -> Kernels:
                 def plain(slopes: Slopes, dy: Tensor | None, g: Tensor) -> Tensor:
                     return sweep.sweep(slopes, hidden, dy, g)
 
-                return either.join(cuda.WideSweep(hidden).sweep, plain)
+                return either.join(cuda.wide_sweep(hidden), plain)
 
             return Kernels("triton", swept, sweep.scan, gates, sweep.products, wide=wide)
         scan = either.join(cuda.scan, sweep.scan)

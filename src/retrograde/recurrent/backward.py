@@ -14,7 +14,7 @@ from torch import Tensor
 
 from retrograde.kernels import BlockSweep, kernels
 from retrograde.kernels.cells import Block, Slopes, Weights, slopes
-from retrograde.kernels.cpu.products import add_outer, sum_of_rows, times
+from retrograde.kernels.cpu.products import add_outer, times
 from retrograde.kernels.sweep import safe_chunk
 from retrograde.recurrent.bytes import LAID_ROWS, LAID_SHARE, Backend
 
@@ -42,8 +42,19 @@ class LayerBackward:
         tight: bool = False, resets: bool = False,
     ) -> None:  # fmt: skip
         hidden = weights.hidden
-        on_cpu = hidden.device.type == "cpu"
+        self.on_cpu = on_cpu = hidden.device.type == "cpu"
         self.weights, self.totals, self.chunk = weights, totals, chunk
+        # On a GPU each launch counts: biases are added, and their sums divided, once.
+        self.of_gates, self.sums, self.ones = (
+            weights,
+            dict[tuple[str, ...], Tensor](),
+            hidden[:0, 0],
+        )
+        inputs = weights.bias_inputs
+        if weights.kind == "LSTM" and not on_cpu and inputs is not None:
+            assert weights.bias_hidden is not None
+            both = weights.bias_hidden + inputs
+            self.of_gates = replace(weights, bias_inputs=None, bias_hidden=both)
         self.rows, self.at_once = rows, at_once or not on_cpu
         self.use = kernels(hidden.device.type, hidden.dtype, weights.size)
         if means == "in place":
@@ -71,7 +82,7 @@ class LayerBackward:
             return self._in_one_loop(block, dy, g, dx)
         weights, kept_gates = self.weights, None if block.kept is None else block.kept.gates
         c, anew = block.c if block.kept is None else block.kept.cells[0], block.resets
-        arguments = weights, block.x, block.before, block.after, c, self.use.gates, kept_gates
+        arguments = self.of_gates, block.x, block.before, block.after, c, self.use.gates, kept_gates
         steps = slopes(*arguments, anew)
         if self.chunk is not None:
             losses = None if dy is None else _laid(dy, g)
@@ -91,6 +102,10 @@ class LayerBackward:
         if self.loops is not None:
             self.loops.finish()
         self.loops = None
+        for names, total in self.sums.items():
+            for name in names:
+                self.totals[name] += total
+        self.sums.clear()
 
     def _in_one_loop(self, block: Block, dy: Tensor | None, g: Tensor, dx: Tensor | None) -> Tensor:
         if self.loops is None or self.samples != len(g):
@@ -123,20 +138,31 @@ class LayerBackward:
     def _add_products(self, steps: Slopes, block: Block, dx: Tensor | None) -> None:
         gates = steps.gates.flatten(0, 1)
         flat = gates.flatten(-2)
-        biased = "bias_hidden" in self.totals
-        total = sum_of_rows(flat) if biased else None
-        if total is not None:
-            self.totals["bias_hidden"] += total
+        gru = self.weights.kind == "GRU"
+        self._sum(flat, "bias_hidden", *["bias_inputs"] * (not gru))
         self._add("hidden", flat, block.before.flatten(0, 1))
-        if self.weights.kind == "GRU":  # the input weights' part of the third gate
+        if gru:  # the input weights' part of the third gate
             assert steps.inner is not None
             gates[:, 2].copy_(steps.inner.flatten(0, 1))
-            total = sum_of_rows(flat) if biased else None
-        if total is not None:
-            self.totals["bias_inputs"] += total
+            self._sum(flat, "bias_inputs")
         self._add("inputs", flat, block.x.flatten(0, 1))
         if dx is not None:
             times(flat, self.weights.inputs, dx.flatten(0, 1))
+
+    def _sum(self, gates: Tensor, *names: str) -> None:
+        """Add the sum of rows to the totals of biases, if there are any."""
+        if "bias_hidden" not in self.totals:
+            return
+        if self.on_cpu:
+            total = gates.sum(0)
+            for name in names:
+                self.totals[name] += total
+            return
+        if len(self.ones) < len(gates):
+            self.ones = gates.new_ones(len(gates))
+        if names not in self.sums:
+            self.sums[names] = torch.zeros_like(self.totals[names[0]])
+        self.sums[names].addmv_(gates.t(), self.ones[: len(gates)])
 
     def _add(self, name: str, gates: Tensor, by: Tensor) -> None:
         """Add gatesᵀ · ``by`` to a total. Many rows are summed in parts, which rounds less."""

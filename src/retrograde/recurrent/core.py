@@ -99,8 +99,7 @@ class LayerPass:
 
     def follow(self, span: Span) -> Kept | None:
         """Move a top layer's state from before a span to after it, when its outputs exist already.
-        No recurrence of h is run. Return an LSTM's gates, which its c needs; None for other layers.
-        """
+        No recurrence of h is run. Return an LSTM's gates, which its c needs, or None."""
         h, *c = self.state(span)
         if not c:
             h.copy_(self.outputs(span)[0 if self.track else -1])
@@ -118,7 +117,7 @@ class LayerPass:
         """Return a span in the form that its backward pass needs."""
         core, tape, key = self.core, self.tape, (self.track, self.layer, span)
         after, resets = self._states(span), self.resets(span)
-        if core.steps and earlier and resets is None:  # a view
+        if core.views and earlier and resets is None:
             before = self._states(Span(span.start - 1, span.stop - 1, span.samples))
         else:
             entering = tape.first[0][self.place, : span.samples]
@@ -206,13 +205,14 @@ class HeldLayers(Core):
         self.to_entries: Tensor | None = None
         weight = net.weights[1]
         self.surroundings = Surroundings(weight.device)
+        # Whether the states before a span are a view of outputs; on a GPU it is one launch less.
+        self.views = plan.steps or not (weight.is_cpu or net.both or rows.sizes is not None)
         self.form, self.size, self.count = form_of(net.mode), weight.shape[1], net.count
         self.real = torch.float64 if weight.dtype == torch.float64 else torch.float32
         layers = [Weights.of(part.mode, [w.detach() for w in part.weights]) for part in net.parts]
         #: The layers of each track.
         self.tracks = [[layer] for layer in layers] if net.both else [layers]
-        loops: Backend = "loops"
-        self.backward_by = plan.backward_by or (loops,) * self.count
+        self.backward_by = cast(tuple[Backend, ...], plan.backward_by or ("loops",) * self.count)
         use = kernels(weight.device.type, weight.dtype, self.size)
         forward = (use.in_place if plan.forward_by == "in place" else use).forward
         self.forward = use.onward if plan.forward_by == "launches" else forward
@@ -320,6 +320,7 @@ class HeldLayers(Core):
             for w, total, means in zip(self.tracks[track], totals, self.backward_by, strict=True)
         ]
         (total_dx,), (seeds,) = gradients.inputs, gradients.outputs
+        ends = [*g]
         lowest, *_ = layers = self._passes(cast(Inputs, gradients.read), tape, track)
         while spans:
             span = spans.pop()
@@ -329,16 +330,20 @@ class HeldLayers(Core):
                 block = layers[k].block(span, spans)
                 direct = k == 0 and (into is None or self._writes(into))
                 dx = into if direct else torch.empty_like(block.x)
-                at = g[k, : span.samples]
-                at.copy_(backs[k].add(block, dy, at, dx))
+                before = backs[k].add(block, dy, ends[k][: span.samples], dx)
+                if backs[k].on_cpu or span.samples < self.batch:
+                    ends[k][: span.samples].copy_(before)
+                else:
+                    ends[k] = before
                 del block  # before the next one is made
                 dy = self.dropped(dx, k, span) if k and dx is not None else dx
             if dx is not None and into is not None and dx is not into:
                 dx = self.dropped(lowest.turned(dx), 0, span)
                 _ = into.add_(dx) if track else into.copy_(dx)
             dx = dy = None  # before the next ones are made
-        for back in backs:
+        for back, end, at in zip(backs, ends, g, strict=True):
             back.finish()
+            at.copy_(end)
         tape.below.clear()
 
     def spans(self, number: int, start: int, stop: int) -> list[Span]:

@@ -64,7 +64,7 @@ SWEEPS = 0.6  # forward passes that a GRU's separate sweeps cost more than one l
 ONEDNN_WEIGHTS, FEW_STATES = 1.4e6, 2**19
 FEW_STEPS = {"oneDNN": 128, "LSTM": 10, "GRU": 10, "RNN_TANH": 20, "RNN_RELU": 20, "GPU": 2000}
 
-# Our sweeps of single layers are faster than cuDNN's up to so many units, by the number of gates,
-# and so many samples, which a GPU runs at once. ``benchmarks/gpu.py`` measured 20 and 64 units on
-# an H100. In few steps our calls cost more than that. What a call of cuDNN costs is not measured.
+# Single layers of up to so many units, by the number of gates, are swept faster by our kernels than
+# by cuDNN. Above so many samples a GPU does not run all at once. This was measured with 20 and 64
+# units on an H100. In few steps our calls cost more. What a call of cuDNN costs is not measured.
 SWEPT_UNITS, SWEPT_SAMPLES, VENDOR = {1: 64, 3: 64, 4: 32}, 128, 80.0

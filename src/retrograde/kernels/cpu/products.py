@@ -61,11 +61,6 @@ def add_outer(g: Tensor, x: Tensor, total: Tensor) -> None:
     share(_add_outer, numbered(row_ranges), _array(g), _array(x), total.numpy(), room.numpy())
 
 
-def sum_of_rows(g: Tensor) -> Tensor:
-    """Return the sum of the rows of g (N, M). On a GPU torch's own takes up to twice its bytes."""
-    return g.t().mv(g.new_ones(len(g))) if g.is_cuda else g.sum(0)
-
-
 def threads_with_room(work: int, threads: int) -> int:
     """Return how many threads copy for products of so many multiplications at most."""
     return min(threads, 1 + work // THREAD_WORK) if work > _SMALL else 0

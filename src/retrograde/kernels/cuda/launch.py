@@ -1,7 +1,7 @@
 """The backward recurrence on a GPU, in Triton: a sweep in one launch, a scan in three.
 
 A layer of more than 128 units does not fit one program. Its sweep is one launch a step
-(:class:`WideSweep`), and it has no scan here.
+(``wide_sweep``), and it has no scan here.
 
 The references are the functions of the same names in :mod:`retrograde.kernels.sweep` and
 :mod:`retrograde.kernels.cells`. The same call gives the same bits, since no sizes are tuned at run
@@ -24,6 +24,7 @@ steps ahead.
 """
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -31,6 +32,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from retrograde.kernels import sweep as reference
 from retrograde.kernels.cells import Kind, Slopes
@@ -59,65 +61,79 @@ def sweep(slopes: Slopes, hidden: Tensor, dy: Tensor | None, g: Tensor) -> Tenso
     to 128 units, and a :class:`WideSweep` beyond."""
     length, _, _, size = slopes.gates.shape
     if size > LARGEST_SIZE:
-        return WideSweep(hidden).sweep(slopes, dy, g)
+        return wide_sweep(hidden)(slopes, dy, g)
     return _sweep_chunks(slopes, hidden, dy, g.contiguous(), 1, max(1, length))
 
 
 class WideSweep:
     """Sweeps of one layer's blocks, for any number of units, in one launch a step. If there are
-    many steps, launches are recorded as a CUDA graph and replayed. ``hidden`` must not change
-    between sweep_kernels."""
+    many steps, launches are recorded as a CUDA graph and replayed. The graph has the address of the
+    weights; :func:`wide_sweep` keeps a sweep as long as they live."""
 
     def __init__(self, hidden: Tensor) -> None:
-        self.hidden = hidden.contiguous()
-        self.table = torch.empty(6, dtype=torch.int64, device=hidden.device)
-        self.steps, self.alike, self.recorded = 0, (0, False), 0
+        self.table = torch.empty(7, dtype=torch.int64, device=hidden.device)
+        self.steps, self.alike, self.recorded = 0, (0, 0, 0), 0
         self.replay: Callable[[], None] | None = None
 
-    def sweep(self, slopes: Slopes, dy: Tensor | None, g: Tensor) -> Tensor:
+    def sweep(self, hidden: Tensor, slopes: Slopes, dy: Tensor | None, g: Tensor) -> Tensor:
         """Do the same as :func:`retrograde.kernels.sweep.sweep` for a block."""
         length, samples, gates, size = slopes.gates.shape
-        states = g.new_empty(length + 1, samples, g.shape[-1])
-        states[length] = g
-        slopes_of, keep, inner, _, losses = _arrays(slopes, self.hidden, dy)
-        numbers = length * samples * size
-        arrays = slopes_of, keep, inner, losses
-        form = {"K": gates, "H": size, "LOSSES": dy is not None}
+        state = g.clone(memory_format=torch.contiguous_format)
+        slopes_of, keep, inner, _, losses = _arrays(slopes, hidden, dy)
+        arrays = slopes_of, keep, inner, losses, state
         with _device_of(g):
-            step_kernels.begin[(1,)](self.table, *arrays, states, length, num_warps=1)
-            self._run(length, samples, form)
-            step_kernels.finish[(-(-numbers // _BLOCK),)](
-                slopes_of, inner, losses, states, numbers, samples,
-                **form, BLOCK=_BLOCK, num_warps=4,
-            )  # fmt: skip
-        return states[0].clone()  # a view would hold all states
+            step_kernels.begin[(1,)](self.table, *arrays, length, num_warps=1)
+            form = {"K": gates, "H": size, "LOSSES": dy is not None}
+            self._run(hidden, length + 1, samples, form)
+        return state
 
-    def _run(self, length: int, samples: int, form: dict[str, int]) -> None:
-        options = step_launch(samples, form["K"], form["H"], _limit(self.hidden), _tf32())
+    def _run(self, hidden: Tensor, count: int, samples: int, form: dict[str, int]) -> None:
+        options = step_launch(samples, form["K"], form["H"], _limit(hidden), _tf32())
         tile = options["TILE"]
         grid = -(-samples // tile), -(-form["H"] // tile)
 
         def launch(back: int) -> None:
-            step_kernels.step[grid](self.table, self.hidden, samples, back, **form, **options)
+            step_kernels.step[grid](self.table, hidden, samples, back, **form, **options)
 
         def launch_many() -> None:
-            for back in range(1, self.recorded + 1):
+            for back in range(self.recorded):
                 launch(back)
-            self.table[5:].sub_(self.recorded)
+            self.table[6:].sub_(self.recorded)
 
-        if self.alike != (alike := (samples, bool(form["LOSSES"]))):
+        if self.alike != (alike := (samples, form["LOSSES"], options["TF32"])):
             self.steps, self.alike, self.replay = 0, alike, None
-        self.steps += length
-        if self.replay is None and self.steps >= 2 * _RECORDED:
-            launch(length + 1)  # does nothing, but is compiled
-            self.recorded = -(-length // -(-length // _RECORDED))  # blocks mostly have one length
-            self.replay = recorded(launch_many, self.hidden.device)
-        if self.replay is None:
-            for back in range(1, length + 1):
+        self.steps += count
+        is_recorded = hidden.is_cuda and torch.cuda.is_current_stream_capturing()  # by the caller
+        if self.replay is None and self.steps >= 2 * _RECORDED and not is_recorded:
+            launch(count)  # does nothing, but is compiled
+            self.recorded = -(-count // -(-count // _RECORDED))  # blocks mostly have one length
+            self.replay = recorded(launch_many, hidden.device)
+            if self.replay is launch_many:  # no graph can be recorded, and this holds the weights
+                self.replay, self.steps = None, -(2**62)
+        if self.replay is None or is_recorded:
+            for back in range(count):
                 launch(back)
         else:
-            for _ in range(-(-length // self.recorded)):
+            for _ in range(-(-count // self.recorded)):
                 self.replay()
+
+
+def wide_sweep(hidden: Tensor) -> Callable[..., Tensor]:
+    """Return the sweep of a wide layer with these weights. Later calls go on with what an earlier
+    one recorded, on the same stream, as long as the weights' memory lives."""
+    hidden = hidden.contiguous()
+    stream = torch.cuda.current_stream(hidden.device).cuda_stream if hidden.is_cuda else 0
+    key = hidden.data_ptr(), hidden.shape, hidden.device, stream, threading.get_ident()
+    memory, wide = _WIDE.get(key, (None, None))
+    if memory is None or wide is None or memory.expired():
+        memory, wide = StorageWeakRef(hidden.untyped_storage()), WideSweep(hidden)
+        for old in [old for old, (their_memory, _) in _WIDE.items() if their_memory.expired()]:
+            del _WIDE[old]
+        _WIDE[key] = memory, wide
+    return functools.partial(wide.sweep, hidden)
+
+
+_WIDE: dict[Any, tuple[StorageWeakRef, WideSweep]] = {}
 
 
 def forward(

@@ -89,12 +89,12 @@ def step_launch(
 ) -> dict[str, int]:
     """Return the options of a wide layer's step: its tile, warps, stages, and whether it has TF32.
     ``gates`` is K, and ``size`` is H, any number. The dtype is float32."""
-    modern = limit > _MODERN
-    tile = 32 if -(-samples // 32) * -(-size // 32) >= _MANY_TILES else 16
+    modern, many = limit > _MODERN, -(-samples // 32) * -(-size // 32) >= _MANY_TILES
+    tf32 = tf32 and modern
     return {
-        "TILE": tile,
-        "DEPTH": 32,
-        "TF32": tf32 and modern,
-        "STAGES": (2 if gates == 4 else 3) if modern else 1,
-        "num_warps": 8 if tile == 32 and gates > 1 else 4,
+        "TILE": 32 if many else 16,
+        "DEPTH": 64 if tf32 and not many else 32,
+        "TF32": tf32,
+        "STAGES": 3 if modern else 1,
+        "num_warps": 8 if many and gates > 1 and not tf32 else 4,
     }

@@ -1,13 +1,13 @@
 """Triton kernels of the backward recurrence of wide layers, whose weights do not fit one program.
 
-:mod:`retrograde.kernels.cuda.launch` launches them: ``begin`` once for a block, ``step`` once for
-each step, and ``finish`` once. The reference is :func:`retrograde.kernels.sweep.sweep`. Arrays are
+:mod:`retrograde.kernels.cuda.launch` launches them: ``begin`` once for a block of L steps, and
+``step`` L + 1 times. The reference is :func:`retrograde.kernels.sweep.sweep`. Arrays are
 contiguous, float32, and in the reference's order of dimensions.
 
-A step is a matrix product of the gates' gradients (B, K·H) with the hidden weights. Each program
-computes a tile of the product, and forms the operand that it needs from slopes and states. No
-kernel reads what another program of the same launch writes. For this, each step's states have a row
-of their own. ``finish`` turns all slopes into gradients of the gates afterwards.
+A launch is a plain matrix product: the gates' gradients of one step (B, K·H) with the hidden
+weights. The program that computes a tile of the product has the gradients of these units of h. So
+it turns their slopes at the step before into gradients of the gates, which the next launch
+multiplies. No kernel reads what another program of the same launch writes.
 
 Launches can be recorded once and replayed for other blocks. So a step reads the addresses of its
 arrays, and its own number, from a table on the card. ``begin`` writes the table.
@@ -21,19 +21,20 @@ from typing import Any
 import triton
 import triton.language as tl
 
-_compiled: Any = triton.jit(do_not_specialize=["back", "length", "numbers", "samples"])
+_compiled: Any = triton.jit(do_not_specialize=["back", "length", "samples"])
 _inlined: Any = triton.jit
 
 
 @_compiled
-def begin(table, gates, keep, inner, dy, states, length):
-    """Write the addresses of a block's arrays, and the number of its steps."""
+def begin(table, gates, keep, inner, dy, state, length):
+    """Write the addresses of a block's arrays, and the number of its steps, twice."""
     tl.store(table, gates.to(tl.int64))
     tl.store(table + 1, keep.to(tl.int64))
     tl.store(table + 2, inner.to(tl.int64))
     tl.store(table + 3, dy.to(tl.int64))
-    tl.store(table + 4, states.to(tl.int64))
+    tl.store(table + 4, state.to(tl.int64))
     tl.store(table + 5, length.to(tl.int64))
+    tl.store(table + 6, length.to(tl.int64))
 
 
 @_inlined
@@ -46,79 +47,55 @@ def step(
     table, hidden, samples, back, K: tl.constexpr, H: tl.constexpr, TILE: tl.constexpr,
     DEPTH: tl.constexpr, LOSSES: tl.constexpr, TF32: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Backpropagate one step, ``back`` steps before the number in the table. Program (r, c)
-    computes TILE samples and TILE units of the state before the step. A step before the first one
-    does nothing."""
-    t = tl.load(table + 5) - back
+    """Backpropagate step t, ``back`` steps before the counter in the table, and form the gates'
+    gradients of step t − 1. Program (r, c) has TILE samples and TILE units. ``state`` (B, n) is the
+    gradient after the block, and becomes the one before it. Until then it holds what bypasses the
+    gates: g z of a GRU, and an LSTM's c. At t = L there is no product, and below 0 there is nothing
+    to do."""
+    t = tl.load(table + 6) - back
     if t >= 0:
         gates = _address(table, 0)
         keep = _address(table, 1)
         inner = _address(table, 2)
         dy = _address(table, 3)
+        is_first = t == tl.load(table + 5)
         n: tl.constexpr = 2 * H if K == 4 else H
-        exact: tl.constexpr = "tf32x3" if TF32 else "ieee"
+        exact: tl.constexpr = "tf32" if TF32 else "ieee"
         b = tl.program_id(0) * TILE + tl.arange(0, TILE)[:, None]
         j = tl.program_id(1) * TILE + tl.arange(0, TILE)[None, :]
-        at = t * samples + b
-        before = _address(table, 4) + at * n
-        after = before + samples.to(tl.int64) * n
         real = (b < samples) & (j < H)
+        state = _address(table, 4) + b.to(tl.int64) * n
+        row = gates + (t * samples + b) * (K * H)
         total = tl.zeros((TILE, TILE), tl.float32)
-        c = total
-        if K > 1:
-            gradient = tl.load(after + j, mask=real, other=0.0)
-            if LOSSES:
-                gradient += tl.load(dy + at * H + j, mask=real, other=0.0)
-            kept = tl.load(keep + at * H + j, mask=real, other=0.0)
-            if K == 3:
-                total = gradient * kept
-            if K == 4:
-                c = tl.load(after + H + j, mask=real, other=0.0)
-                c = (c + gradient * tl.load(inner + at * H + j, mask=real, other=0.0)) * kept
-        for start in tl.range(0, H, DEPTH, num_stages=STAGES):
+        for start in tl.range(0, tl.where(is_first, 0, K * H), DEPTH, num_stages=STAGES):
             i = start + tl.arange(0, DEPTH)[None, :]
             down = start + tl.arange(0, DEPTH)[:, None]
-            inside = (b < samples) & (i < H)
-            h = tl.load(after + i, mask=inside, other=0.0)
+            a = tl.load(row + i, mask=(b < samples) & (i < K * H), other=0.0)
+            u = tl.load(hidden + down * H + j, mask=(down < K * H) & (j < H), other=0.0)
+            total = tl.dot(a, u, total, input_precision=exact)
+        h = total + tl.load(state + j, mask=real & ((K == 3) | is_first), other=0.0)
+        before = state + j
+        if t > 0:
+            at = (t - 1) * samples + b
             if LOSSES:
-                h += tl.load(dy + at * H + i, mask=inside, other=0.0)
+                h += tl.load(dy + at * H + j, mask=real, other=0.0)
             d = h
+            if K > 1:
+                inner_slope = tl.load(inner + at * H + j, mask=real, other=0.0)
+                kept = tl.load(keep + at * H + j, mask=real, other=0.0)
             if K == 4:
-                d = tl.load(after + H + i, mask=inside, other=0.0)
-                d += h * tl.load(inner + at * H + i, mask=inside, other=0.0)
+                before = state + H + j
+                d = h * inner_slope + tl.load(before, mask=real, other=0.0)
+            tl.debug_barrier()  # several threads may read a number that one overwrites
             for k in tl.static_range(K):
-                a = tl.load(gates + (at * K + k) * H + i, mask=inside, other=0.0)
-                a *= h if k == 3 else d
-                u = tl.load(hidden + (k * H + down) * H + j, mask=(down < H) & (j < H), other=0.0)
-                total = tl.dot(a, u, total, input_precision=exact)
-        tl.store(before + j, total, mask=real)
-        if K == 4:
-            tl.store(before + H + j, c, mask=real)
-
-
-@_compiled
-def finish(
-    gates, inner, dy, states, numbers, samples, K: tl.constexpr, H: tl.constexpr,
-    BLOCK: tl.constexpr, LOSSES: tl.constexpr,
-):  # fmt: skip
-    """Turn slopes into gradients of the gates, for BLOCK of the L·B·H numbers of a block."""
-    e = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    real = e < numbers
-    n: tl.constexpr = 2 * H if K == 4 else H
-    row, j = e // H, e % H
-    after = states + (row + samples) * n + j
-    h = tl.load(after, mask=real, other=0.0)
-    if LOSSES:
-        h += tl.load(dy + e, mask=real, other=0.0)
-    d = h
-    if K > 1:
-        inner_slope = tl.load(inner + e, mask=real, other=0.0)
-    if K == 4:
-        d = tl.load(after + H, mask=real, other=0.0) + h * inner_slope
-    for k in tl.static_range(K):
-        at = gates + (row * K + k) * H + j
-        a = tl.load(at, mask=real, other=0.0) * (h if k == 3 else d)
-        tl.debug_barrier()
-        tl.store(at, a, mask=real)
-    if K == 3:
-        tl.store(inner + e, h * inner_slope, mask=real)
+                slope = gates + at * (K * H) + k * H + j
+                a = tl.load(slope, mask=real, other=0.0) * (h if k == 3 else d)
+                tl.debug_barrier()
+                tl.store(slope, a, mask=real)
+            if K == 3:
+                tl.store(inner + at * H + j, h * inner_slope, mask=real)
+            if K > 1:
+                tl.store(before, d * kept, mask=real)
+        else:
+            tl.debug_barrier()
+            tl.store(before, h, mask=real)
