@@ -63,9 +63,11 @@ SECONDS = {
 
 BUDGETS = [
     ("LSTM", 256, 64, 1000, "5%"),
+    ("LSTM", 64, 16, 1000, "10%"),
     ("LSTM", 64, 16, 1000, "5%"),
     ("LSTM", 64, 256, 10_000, "1%"),
     ("GRU", 256, 64, 1000, "5%"),
+    ("GRU", 64, 16, 1000, "10%"),
     ("GRU", 64, 16, 1000, "5%"),
     ("RNN", 64, 16, 1000, "20%"),
     ("RNN", 128, 128, 10_000, "1%"),
@@ -89,7 +91,6 @@ BACKWARD = [
 BACKWARD += [scans.Case(cell, 1000, 64, 256, 256) for cell in ("RNN", "GRU", "LSTM")]
 GRAPH = 32
 WAYS = ("torch", "100%", "scan")
-
 
 NETWORKS: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...]]] = {
     **chains.NETWORKS,
@@ -346,8 +347,6 @@ SECTIONS: dict[str, Callable[[str, bool, Clock], Iterator[Row]]] = {
     "networks": networks_of_layers,
     "models": models,
 }
-
-
 CHECKS = "tests", "drawn"  # sections that pass or fail
 
 

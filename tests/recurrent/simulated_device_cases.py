@@ -17,7 +17,10 @@ import retrograde as rg
 from oracles.networks import relative_error
 from oracles.simulated_device import BOOK, CHIP, place, simulated
 from oracles.strangers import watched
-from retrograde.recurrent import vendor
+from retrograde.plan.fit import in_one_range
+from retrograde.recurrent import base, vendor
+from retrograde.recurrent.call import Plan
+from retrograde.recurrent.plan import HeldPlan
 from retrograde.sizes import nominal
 
 BATCH, SIZE = 2, 8
@@ -246,6 +249,31 @@ def test_launches_with_all_memory_are_those_of_the_faster_pass(kind, size, ours,
         swept = ours and length == 60
         assert bool(BOOK.launches["sweep"]) == bool(BOOK.launches["forward"]) == swept
         assert BOOK.launches["backward of layers"] == 1 - swept
+    net.memory = "99%"  # cuDNN's pass would take more
+    net(x)[0].sum().backward()
+    BOOK.clear()
+    net(x)[0].sum().backward()
+    assert BOOK.launches["sweep"]
+    assert not BOOK.launches["backward of layers"]
+
+
+@pytest.mark.parametrize(("kind", "most"), [(rg.RNN, 7), (rg.GRU, 10), (rg.LSTM, 8)])
+def test_launches_of_a_span_are_few(kind, most, monkeypatch):
+    """A GRU sums two biases apart, and has a gate whose gradient for the inputs is another."""
+    net, counts = place(kind(SIZE, 16, memory="50%")), []
+    x = torch.randn(240, BATCH, SIZE).to(CHIP).requires_grad_()
+    for spans in (12, 24):
+        plan = HeldPlan(240 // spans * BATCH, 0, "launches", ("torch",))
+        monkeypatch.setattr(base, "find_plan", lambda *_, p=plan: Plan(((p, in_one_range(240)),)))
+        net.zero_grad()
+        x.grad = None
+        BOOK.clear()
+        y = net(x)[0]
+        forward = BOOK.launched
+        y.backward(torch.ones_like(y))
+        counts.append((forward, BOOK.launched - forward))
+    assert (counts[1][0] - counts[0][0]) / 12 <= (3 if kind is rg.LSTM else 2)
+    assert (counts[1][1] - counts[0][1]) / 12 <= most
 
 
 @pytest.mark.parametrize("kind", [rg.RNN, rg.GRU, rg.LSTM])

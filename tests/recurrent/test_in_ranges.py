@@ -81,7 +81,7 @@ def test_what_runs_again_follows_the_outputs(monkeypatch):
         ("GRU", {}, True, True),
         ("LSTM", {}, False, True),
         ("GRU", {"num_layers": 2}, False, True),
-        ("RNN", {"backward": "scan"}, False, False),
+        ("RNN", {"backward": "scan"}, False, True),
     ],
 )
 @pytest.mark.quick(5)

@@ -56,6 +56,7 @@ class LayerBackward:
             both = weights.bias_hidden + inputs
             self.of_gates = replace(weights, bias_inputs=None, bias_hidden=both)
         self.rows, self.at_once = rows, at_once or not on_cpu
+        self.planned = chunk
         self.use = kernels(hidden.device.type, hidden.dtype, weights.size)
         if means == "in place":
             self.use = self.use.in_place
@@ -85,8 +86,15 @@ class LayerBackward:
         arguments = self.of_gates, block.x, block.before, block.after, c, self.use.gates, kept_gates
         steps = slopes(*arguments, anew)
         if self.chunk is not None:
-            losses = None if dy is None else _laid(dy, g)
-            g = self.use.scan(steps, weights.hidden, losses, g, self.chunk)
+            assert self.planned is not None
+            # With shorter chunks than planned, which overflow less, no more products at a time.
+            most = len(block.x)
+            if self.chunk < self.planned:
+                most = self.chunk * max(1, most // self.planned)
+            for part in _slices(len(block.x), most):
+                losses = None if dy is None else _laid(dy[part], g)
+                g = self.use.scan(steps.at(part), weights.hidden, losses, g, self.chunk)
+                del losses  # before the next copy is made
         else:
             self.sweep = self.sweep or self.use.sweep_with(weights.hidden, self.batch)
             for part in self._parts(dy, samples=len(g)):
@@ -133,7 +141,7 @@ class LayerBackward:
         if dy is None or (dy.is_contiguous() and dy.dtype == self.weights.hidden.dtype):
             return [slice(None)]
         most = max(1, self.laid_rows // samples, len(dy) // LAID_SHARE)
-        return [slice(a, a + most) for a in range(0, len(dy), most)][::-1]
+        return _slices(len(dy), most)
 
     def _add_products(self, steps: Slopes, block: Block, dx: Tensor | None) -> None:
         gates = steps.gates.flatten(0, 1)
@@ -173,6 +181,11 @@ class LayerBackward:
             product = torch.zeros_like(self.totals[name])
             add_outer(part, other, product)
             self.totals[name] += product
+
+
+def _slices(length: int, most: int) -> list[slice]:
+    """Return steps of at most so many, from the last to the first."""
+    return [slice(a, min(a + most, length)) for a in range(0, length, most)][::-1]
 
 
 def _laid(dy: Tensor, like: Tensor) -> Tensor:

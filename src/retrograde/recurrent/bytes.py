@@ -14,9 +14,10 @@ from typing import Literal
 from retrograde.kernels.cells import AnyKind, Formula, form_of
 from retrograde.kernels.cpu.layer import Backward, Forward
 from retrograde.kernels.cpu.llvm.barrier import MANY_SAMPLES, parts_of_units
-from retrograde.kernels.cpu.llvm.panels import PANEL, whole_vectors
+from retrograde.kernels.cpu.llvm.panels import PANEL, panels_of, whole_vectors
 from retrograde.kernels.cpu.products import room_of_outer, room_of_product, threads_with_room
 from retrograde.kernels.cpu.sweep import numbers_of_sweep
+from retrograde.kernels.cpu.sweep_loops import room_for_products
 from retrograde.plan.footprint import Curve
 
 #: What runs the layers. ``"loops"`` is one loop for a whole backward pass. ``"sweeps"`` is loops
@@ -65,7 +66,8 @@ class Layer:
     forward_by: Backend = "loops"
     backward_by: Backend = "loops"
     vendor: Curve | None = None  # the measured bytes of the vendor's forward pass, by steps
-    calls: int = 0  # as of :class:`HeldPlan`
+    calls: int = 0  # as of :class:`HeldPlan`, and
+    chunk: int | None = None  # the steps in a chunk of a scan, None for none
 
     @property
     def form(self) -> Formula:
@@ -151,6 +153,7 @@ class Layer:
             numbers += rows * size * (2 if kept else 6) + 2 * gates
         else:
             numbers += (8 if self.kind == "GRU" else 2) * rows * size + 2 * gates
+        numbers += self._scanned(rows) if self.chunk else 0
         if not (self.loops or self.backward_by == "torch"):
             outer = room_of_outer(rows, gates, max(width, size))
             numbers += self._room(rows, width, size, gates, outer=outer)
@@ -207,6 +210,15 @@ class Layer:
         work = rows * self.form.gates * self.size * max(self.width, self.size)
         each = max(room_of_product(rows, max(terms), PANEL + 1, turned=True), outer)
         return threads_with_room(work, self.threads) * each
+
+    def _scanned(self, rows: int) -> int:
+        """Return the numbers that a scan of a span holds at most. On a CPU the products are there
+        twice while it is seen whether they can be trusted."""
+        assert self.chunk is not None
+        n, chunks = self.form.states * self.size, rows // self.chunk
+        numbers = rows * self.size + (2 - self.on_gpu) * chunks * n * (n + 4)
+        copies = self.form.gates * panels_of(self.size) * self.size
+        return numbers + copies + self.threads * room_for_products(self.size, self.form.states)
 
     def _pass(self, pass_rows: int) -> int:
         """Return the numbers that a forward pass allocates."""

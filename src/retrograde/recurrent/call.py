@@ -78,9 +78,14 @@ class Call:
 
     @property
     def runs_held(self) -> bool:
-        """Whether held layers can run this call; their bytes are counted, not measured."""
+        """Whether held layers run this call; their bytes are counted, not measured."""
+        return self.module.backward != "scan" and self.may_run_held
+
+    @property
+    def may_run_held(self) -> bool:
+        """Whether held layers can run this call, and may scan it."""
         weight, module = self.weights[1], self.module
-        if module.backward == "scan" or not has_slopes(self.nets(self.weights)[0]):
+        if not has_slopes(self.nets(self.weights)[0]):
             return False
         device = weight.device.type
         if device == "cpu":

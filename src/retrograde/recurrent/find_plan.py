@@ -12,6 +12,7 @@ two directions are then refused below what torch's own module takes.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, cast
@@ -49,6 +50,9 @@ def find_plan(call: Call, memory: Memory) -> Plan:
     def find() -> Plan:
         if call.runs_held:
             return fit_held(call, memory)
+        if call.may_run_held and call.module.backward == "scan":
+            with suppress(BudgetError):  # ranges of steps may take less
+                return fit_held(call, memory)
         return _fit_whole(call, memory) if call.bidirectional else _fit_ranges(call, memory)
 
     key = repr(memory), call.length, len(call.x), call.shapes()
@@ -69,7 +73,7 @@ def fit_held(call: Call, memory: Memory | None) -> Plan:
 
 def _held_planner(call: Call, ordinary: Ordinary, memory: Memory | None) -> Planner:
     nets, x = call.nets(call.weights), call.x
-    recurrence = nets[0]
+    recurrence, scans = nets[0], call.module.backward == "scan"
     by: Backend = "loops" if x.device.type == "cpu" else "torch"
     count, copied = call.module.num_layers, 0
     vendor: Sequence[Curve | None] = [None] * count
@@ -107,12 +111,13 @@ def _held_planner(call: Call, ordinary: Ordinary, memory: Memory | None) -> Plan
         layers = tuple(replace(upper if k else lowest, vendor=own) for k, own in enumerate(vendor))
     return Planner(
         layers=layers,
-        most=held_plan(recurrence, call.length, call.batch).block,
+        most=held_plan(recurrence, call.length, call.batch, scans=scans).block,
         extra=_extra_bytes(call),
         copied=copied + max(4, x.itemsize) * max(frozen),
         gradient_copy=ordinary.gradient_copy,
-        torchs=not (call.resets or is_too_long(x, call.length)),
+        torchs=not (scans or call.resets or is_too_long(x, call.length)),
         masks=_mask_bytes(call),
+        scans=scans,
     )
 
 

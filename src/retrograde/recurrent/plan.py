@@ -19,7 +19,7 @@ from retrograde.plan.fit import Fit, fit, refusal, whole_fit
 from retrograde.plan.footprint import Curve, Footprint
 from retrograde.plan.steps.closed_form import hsm_cost
 from retrograde.recurrent.bytes import Backend, Layer
-from retrograde.recurrent.spans import Sequences
+from retrograde.recurrent.spans import Sequences, chunk_of
 from retrograde.recurrent.vendor import is_faster
 from retrograde.sizes import nominal
 from retrograde.sizes.footprint import HEAP_BYTES
@@ -62,11 +62,11 @@ class Planner:
     layers: tuple[Layer, ...]
     most: int  # the rows of a span that the cache allows
     extra: int = 0  # the reserve: bytes that can appear on top of any other peak
-    # Bytes of weights' copies in the vendor's layout, and of sums for frozen weights.
-    copied: int = 0
+    copied: int = 0  # bytes of weights in the vendor's layout, and of sums for frozen weights
     gradient_copy: int = 0  # bytes per step that torch's own pass takes in addition
     torchs: bool = True  # whether torch's own module can run this
     masks: int = 0  # bytes that dropout adds to torch's kernels, which then run only if need be
+    scans: bool = False  # whether spans are scanned
 
     def least_bytes(self, lengths: Sequences) -> int:
         """Return the smallest budget for held layers."""
@@ -122,13 +122,16 @@ class Planner:
         while steps > least:
             counts.add(steps)
             steps = steps * 2 // 3
-        return [replace(means, block=n * batch) for n in sorted(counts, reverse=True)]
+        pairs = [(n, chunk_of(n) if self.scans else 1) for n in sorted(counts, reverse=True)]
+        plans = [replace(means, block=n // c * c * batch, chunk=c) for n, c in pairs]
+        return plans if self.scans else [replace(plan, chunk=None) for plan in plans]
 
     def _run_by(self, plan: HeldPlan) -> list[list[Layer]]:
         """Return the layers of every recurrence, run as a plan says."""
         backends: cycle[Backend] = cycle(plan.backward_by or ("loops",))
         pairs = zip(self.layers, backends, strict=False)
-        onward = partial(replace, forward_by=plan.forward_by, calls=plan.calls)
+        of_plan = {name: getattr(plan, name) for name in ("forward_by", "calls", "chunk")}
+        onward = partial(replace, **of_plan)
         layers = [onward(layer, backward_by=by) for layer, by in pairs]
         return [[layer] for layer in layers] if self._both else [layers]
 
@@ -176,6 +179,8 @@ class Planner:
             plan = HeldPlan(0, 0, layer.forward_by, (layer.backward_by,) * count)
             return [replace(plan, calls=n) for n in reversed(calls)] or [plan]
         sweeps: tuple[Backend, ...] = tuple(["sweeps"] * count)
+        if self.scans:
+            return [HeldPlan(0, backward_by=sweeps)]
         placed: tuple[Backend, ...] = tuple(["in place"] * count)
         means = [HeldPlan(0)]
         if layer.loops and layer.form.step is None:
@@ -214,7 +219,7 @@ class Planner:
         """Return the plan with the longest spans that fit beside the marks before them, or None."""
         layers, batch = self._run_by(plan)[0], self.layers[0].batch
         mark, most = sum(layer.mark(1) for layer in layers), plan.block // batch
-        if self._both or lengths.offsets is not None or self.layers[0].on_gpu:
+        if self._both or lengths.offsets is not None or self.layers[0].on_gpu or self.scans:
             return None
 
         @cache
@@ -271,10 +276,8 @@ class Planner:
             size, gates = layer.size, layer.form.gates
             weights = gates * size * (size + layer.width)
             recurrent = 2 * gates * size**2 * lengths.rows / nominal.RATE
-            run = (
-                2 * weights * lengths.rows / nominal.RATE
-                + nominal.ELEMENT * lengths.rows * gates * size
-            )
+            elements = nominal.ELEMENT * lengths.rows * gates * size
+            run = 2 * weights * lengths.rows / nominal.RATE + elements
             each, of_weight = nominal.SPAN[layer.loops and plan.block >= _THREAD_ROWS]
             total += (again + passes - 1) * run + spans * (each + of_weight * weights)
             if plan.forward_by == "torch":
@@ -292,11 +295,8 @@ class Planner:
         """Return the fit of a plan with one range of all steps."""
         length, again = lengths.length, self._again(lengths, plan)
         block, time = max(1, plan.block // self.layers[0].batch), float(3 * length + again)
-        passes = {
-            "forward_steps": length + again,
-            "calls": 2,
-            "peak_bytes": self.peak(lengths, plan),
-        }
+        peak = self.peak(lengths, plan)
+        passes = {"forward_steps": length + again, "calls": 2, "peak_bytes": peak}
         return whole_fit(length, block, time=time, **passes, **told)
 
     def _footprint(self, plan: HeldPlan, lengths: Sequences, ordinary: int) -> Footprint:

@@ -116,13 +116,17 @@ def sequential_block(
     return max(block, _ROWS // max(1, samples))
 
 
+def chunk_of(steps: int) -> int:
+    """Return the steps of a chunk of the least latency, 2 L + T / L, in a scan over T steps."""
+    return max(1, round(math.sqrt(steps / 2)))
+
+
 def scan_lengths(
     kind: AnyKind, length: int, samples: int, inputs: int, size: int, dtype: torch.dtype,
     device: str,
 ) -> tuple[int, int]:  # fmt: skip
-    """Return the steps of a block of a scan over T steps, and those of a chunk. The chunk L has the
-    least latency, 2 L + T / L."""
-    chunk = max(1, min(round(math.sqrt(length / 2)), length))
+    """Return the steps of a block of a scan over T steps, and those of a chunk."""
+    chunk = chunk_of(length)
     state = size * (2 if kind == "LSTM" else 1)
     wide = form_of(kind).gates * size + 2 * state  # a row, and its products with all slopes
     per_step = step_numbers(kind, inputs, size) + (state + 1) * wide / chunk
