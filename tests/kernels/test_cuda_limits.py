@@ -128,7 +128,7 @@ def test_kernels_of_wide_layers_compile_within_a_card(architecture):
     assert_safe_to_write_over(reports)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(0)
 @pytest.mark.parametrize("size", ["64", "20", "128"])
 def test_a_step_of_a_small_layer_waits_for_other_threads_seldom(size):
     """Latency is all that matters there: barriers, and numbers that threads exchange."""
