@@ -83,7 +83,7 @@ WAYS = {
     "unroll": (Looped, Looped, {"memory": "40%"}),
     "LSTM": (nn.LSTM, rg.LSTM, {"memory": "60%"}),
     "RNN": (nn.RNN, rg.RNN, {"memory": "40%"}),
-    "GRU, scanned in ranges": (nn.GRU, rg.GRU, {"memory": "40%", "backward": "scan"}),
+    "GRU, scanned within a budget": (nn.GRU, rg.GRU, {"memory": "40%", "backward": "scan"}),
     "LSTM, swept in ranges": (nn.LSTM, rg.LSTM, {"memory": "40%"}),
     "GRU, scanned": (nn.GRU, rg.GRU, {"backward": "scan"}),
     "LSTM, swept": (nn.LSTM, rg.LSTM, {"memory": "256KiB"}),

@@ -115,7 +115,7 @@ WAYS = {
     "wide LSTM": recurrent(rg.LSTM, 130, memory="50%"),
     "scanned": recurrent(rg.LSTM, backward="scan", num_layers=2),
     "scanned, both directions": bidirectional(backward="scan"),
-    "scanned in ranges": recurrent(rg.GRU, memory="60%", backward="scan"),
+    "scanned within a budget": recurrent(rg.GRU, memory="60%", backward="scan"),
     "unroll": unrolled(memory="50%"),
     "Recurrent": around,
     "bptt": streamed(lambda: nn.GRU(SIZE, SIZE)),

@@ -15,7 +15,6 @@ from retrograde.cells import bptt as streamed
 from retrograde.cells import unroll as unrolling
 from retrograde.kernels.cpu import layer as cpu_layer
 from retrograde.recurrent.backward import LayerBackward
-from retrograde.recurrent.core import HeldLayers
 from retrograde.replay.referents import find_referents
 from retrograde.run.core import Tape
 from retrograde.run.executor import Run
@@ -310,11 +309,11 @@ def calls_of(monkeypatch, place, name):
     [
         ("LSTM", cpu_layer.Forward, "__call__", "forward"),
         ("LSTM", LayerBackward, "add", "backward"),
-        ("GRU, scanned in ranges", HeldLayers, "record", "backward"),
+        ("GRU, scanned within a budget", LayerBackward, "add", "backward"),
         ("RNN", LayerBackward, "add", "backward"),
         ("LSTM, swept", cpu_layer.Backward, "add", "backward"),
     ],
-    ids=["LSTM", "LSTM, going back", "GRU, scanned in ranges", "RNN", "LSTM, swept"],
+    ids=["LSTM", "LSTM, going back", "GRU, scanned within a budget", "RNN", "LSTM, swept"],
 )
 def test_an_exception_at_every_other_call_of_a_kernel(way, place, kernel, where, monkeypatch):
     _, ours = both(way)
