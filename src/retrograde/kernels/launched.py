@@ -30,7 +30,8 @@ def forward(
         sums = h @ hidden.T
         if kind == "GRU":
             size = h.shape[-1]
-            sums[:, 2 * size :] += 0.0 if bias is None else bias
+            assert bias is not None
+            sums[:, 2 * size :] += bias
             r, z = (given + sums)[:, : 2 * size].sigmoid_().chunk(2, -1)
             n = torch.addcmul(given[:, 2 * size :], r, sums[:, 2 * size :]).tanh_()
             torch.lerp(n, h, z, out=y)

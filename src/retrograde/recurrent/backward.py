@@ -44,12 +44,9 @@ class LayerBackward:
         hidden = weights.hidden
         self.on_cpu = on_cpu = hidden.device.type == "cpu"
         self.weights, self.totals, self.chunk = weights, totals, chunk
-        # On a GPU each launch counts: biases are added, and their sums divided, once.
-        self.of_gates, self.sums, self.ones = (
-            weights,
-            dict[tuple[str, ...], Tensor](),
-            hidden[:0, 0],
-        )
+        # On a GPU each launch counts: biases are added once, and their gradients kept apart.
+        self.of_gates, self.ones = weights, hidden[:0, 0]
+        self.sums = dict[tuple[str, ...], Tensor]()
         inputs = weights.bias_inputs
         if weights.kind == "LSTM" and not on_cpu and inputs is not None:
             assert weights.bias_hidden is not None

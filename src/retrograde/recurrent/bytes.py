@@ -143,7 +143,7 @@ class Layer:
         if self.backward_by == "torch":
             steps = (10 if lstm else 3) * self.batch * size  # of the sweep, step by step
             slopes = 2 if self.form.gates == 1 else 9  # for each unit and row
-            numbers += slopes * rows * size + 2 * gates + rows + steps
+            numbers += slopes * rows * size + steps
         elif self.loops:
             again = lstm or (self.form.keeps and self.backward_by == "in place")
             if again and not kept:
@@ -242,7 +242,10 @@ class Layer:
         if self.loops:
             shape = self.form, self.batch, self.width, self.size, max(1, rows // self.batch)
             return Backward.numbers(*shape, self.threads, self.at_once, in_place)
-        if in_place or self.backward_by == "torch":
+        if self.on_gpu:  # every layer keeps its biases, their sums, and ones
+            apart = 2 * self.form.gates * self.size + rows
+            return self.batch * int(whole_vectors(self.size)) + 16 + apart
+        if in_place:
             # A wide sweep's table, and its graph's random state.
             return self.batch * int(whole_vectors(self.size)) + 16
         return numbers_of_sweep(self.form.gates, self.batch, self.size, self.threads)

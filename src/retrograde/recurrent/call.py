@@ -93,6 +93,13 @@ class Call:
         compiled = kernels(device, weight.dtype, module.hidden_size).name == "triton"
         return compiled and self.sizes is None
 
+    @property
+    def may_scan_held(self) -> bool:
+        """Whether held layers scan this call, within bytes that can be counted."""
+        weight, size = self.weights[1], self.module.hidden_size
+        is_wide = kernels(weight.device.type, weight.dtype, size).wide is not None
+        return self.module.backward == "scan" and self.may_run_held and not is_wide
+
     def nets(self, weights: Tensors) -> list[Layers]:
         """Return the layers of every recurrence, with the given weights."""
         module = self.module

@@ -50,7 +50,7 @@ def find_plan(call: Call, memory: Memory) -> Plan:
     def find() -> Plan:
         if call.runs_held:
             return fit_held(call, memory)
-        if call.may_run_held and call.module.backward == "scan":
+        if call.may_scan_held:
             with suppress(BudgetError):  # ranges of steps may take less
                 return fit_held(call, memory)
         return _fit_whole(call, memory) if call.bidirectional else _fit_ranges(call, memory)

@@ -1,4 +1,4 @@
-"""The backward recurrence on a GPU, in Triton: a sweep in one launch, a scan in three.
+"""The recurrence on a GPU, in Triton: forward and swept in one launch each, scanned in three.
 
 A layer of more than 128 units does not fit one program. Its sweep is one launch a step
 (``wide_sweep``), and it has no scan here.
@@ -15,7 +15,8 @@ block is swept instead.
 
 *TF32*: sums are float32. If ``torch.backends.cudnn`` allows torch's own recurrent kernels to round
 to TF32, products of up to 64 units use the tensor cores (sm_80 and later). Each is then the sum of
-three products in TF32, exact to about 2⁻²¹. Otherwise the tensor cores are not used.
+three products in TF32, exact to about 2⁻²¹. A wide layer's are one each, as cuDNN's. Otherwise the
+tensor cores are not used.
 
 *Sizes* (:mod:`retrograde.kernels.cuda.limits`) depend only on the card, the cell and P, the least
 power of two from 16 on that is no less than H. A sweep and a forward pass keep U in registers. A

@@ -8,7 +8,7 @@ compiler lays them out (a test compiles and compares):
 - *products*: the operands of a product, which are a tile of rows (R, P) and a Jacobian (P, P). If
   three products in TF32 replace one in float32, the rows are there twice;
 - *carry*: P² numbers of each quadrant of a product, for every step that is loaded ahead;
-- *step* (of layers with more than 128 units): tiles of states, slopes and weights, for every part
+- *step* (of layers with more than 128 units): tiles of gradients and weights, for every part
   of the product that is loaded ahead;
 - all others: a vector of P numbers for each array and each step that is loaded ahead. Besides, P
   numbers for each warp or gate, through which threads exchange values.
