@@ -101,7 +101,8 @@ def one_after_the_other(
         back = sum(int(size * wait.slack) for size, wait in outputs if number < wait[1])
         row_calls = [call.first_beside(ahead).held_back(back) for call in row]
         calls += [replace(row_calls[0], starts_row=bool(calls)), *row_calls[1:]]
-        last = calls[-1].held_back(int(row[-1].gradient_bytes * (waits[number].slack - 1)))
+        slack_bytes = row[-1].gradient_bytes * max(0.0, waits[number].slack - 1)
+        last = calls[-1].held_back(int(slack_bytes))
         ways = (replace(w, held_bytes=after(last, w), keeps_output=False) for w in last.ways)
         calls[-1] = replace(last, output_bytes=0, ways=tuple(ways))
     return calls

@@ -4,13 +4,12 @@ A recomputation must repeat the first run and leave no trace (rules 2, 3, 4). A 
 generators, buffers and plain attributes that a call changes (:func:`try_out`), and these are
 replayed. So are the modes and weights of modules, and the switches of torch
 (:mod:`retrograde.replay.switches`). Most calls change nothing; then nothing is stored. If a call
-changes one buffer of a module, all of its buffers count as changed. (Batch normalization's running
-mean is unchanged by an input of zeros.) The result of a rerun says whether it was the same
-(:mod:`retrograde.replay.fingerprints`). Only if it was not, the likeliest cause is looked for.
+changes one buffer of a module, all buffers of modules of its class count as changed. The result of
+a rerun says whether it was the same (:mod:`retrograde.replay.fingerprints`). Only if it was not,
+the likeliest cause is looked for.
 
-Known limits: a trial leaves some things as the call left them. These are large captured tensors
-that a refused call wrote to, a closure's variables, globals, and what cannot be found from the
-cell.
+Known limits: a trial does not put back a closure's variables, globals, and what cannot be found
+from the cell. Large captured tensors stay as a refused call left them.
 """
 
 import threading
@@ -290,8 +289,9 @@ class _Noted:
     def __init__(self, found: Referents, device: torch.device) -> None:
         self.found, self.device = found, device
         self.sources = [(source, *source.note()) for source in sources(device, found.generators)]
-        self.owners = [_Owner([*m.buffers(recurse=False)], m.training) for m in found.parts()]
-        self.owners += [_Owner([t]) for t in found.tensors if not t.requires_grad]
+        self.owners = [_Owner([t]) for t in found.tensors if not t.requires_grad]
+        for m in found.parts():
+            self.owners.append(_Owner([*m.buffers(recurse=False)], (type(m), m.training)))
         self.values = Values(found)
 
     def run(self, call: Callable[[], T]) -> tuple[T, int]:
@@ -316,10 +316,11 @@ class _Noted:
         left = {s: sum(t.nbytes for t in own) for s, own in by_slot if any(t.grad_fn for t in own)}
         apart = (t for slot, own in by_slot if slot not in left for t in own)
         nbytes = {t.untyped_storage().data_ptr(): t.nbytes for t in apart}
+        modes = {o.mode for o in self.owners if o.written}  # chance may decide which modules run
         return Surroundings(
             self.device,
             sources=tuple(self.drawn),
-            buffers=tuple(distinct(t for o in self.owners if o.written for t in o.tensors)),
+            buffers=tuple(distinct(t for o in self.owners if o.mode in modes for t in o.tensors)),
             moving=tuple(s for s, *each in self.changed if {*map(type, each)} <= _PLAIN),
             changing=tuple(slot for slot, *_ in self.changed),
             left=left,
@@ -330,11 +331,11 @@ class _Noted:
 
 
 class _Owner:
-    """Tensors of one owner before a call: a module's buffers in some ``mode``, or a captured
-    tensor, whose mode is None. Of that a few numbers are noted at most. A large buffer is skipped
-    if an earlier call in this mode did not write to it."""
+    """Tensors of one owner before a call: the buffers of a module of some class and ``mode``, or a
+    captured tensor, whose mode is None. Of that a few numbers are noted at most. A large buffer is
+    skipped if an earlier call in this mode did not write to it."""
 
-    def __init__(self, tensors: list[Tensor], mode: bool | None = None) -> None:
+    def __init__(self, tensors: list[Tensor], mode: tuple[type, bool] | None = None) -> None:
         self.tensors, self.mode, self.written = tensors, mode, False
         self.versions = [*map(version, tensors)]
         noted = [t for t in tensors if t.layout is torch.strided]  # sparse ones count versions

@@ -22,7 +22,7 @@ of the parts.
 import warnings
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import overload
 
@@ -42,7 +42,6 @@ from retrograde.models.budget.sample_run import (
 from retrograde.models.budget.watched import Watched, WatchedModule, WatchedRow, WatchedRows
 from retrograde.models.rows.arguments import tensors_in
 from retrograde.models.rows.layer_run import RefusedLayerError
-from retrograde.models.rows.rest_of_model import RestOfModel, draw
 from retrograde.models.rows.row_forward import install, released
 from retrograde.recurrent.base import BudgetedRNN
 from retrograde.run.transforms import is_unreal
@@ -341,33 +340,30 @@ def _watched(
     model: nn.Module, sample: object, order: CallOrder, refused: dict[str, str]
 ) -> tuple[list[Watched], int, int]:
     """Run the model on the sample. Return its parts with their calls and sizes, and the bytes that
-    the rest of it holds. The last result is those of parts for which a budget would gain nothing.
-    If a layer turns out to be in no run, it is added to ``refused``, and the model runs again."""
+    the rest of it holds. The last result is those of parts for which a budget would gain nothing. A
+    layer that turns out to be in no run is added to ``refused``."""
     while True:
         modules = ((name, m) for name, m in model.named_modules() if isinstance(m, nn.RNNBase))
         watched: list[Watched] = [WatchedModule(*named) for named in modules]
-        watched += [WatchedRow(run, order.tied_from(run)) for run in order.preferred]
-        rest = RestOfModel(order.fill)
+        watched += [WatchedRow(run, order.tied_from(run), order.leaves) for run in order.preferred]
         try:
-            with released(model), untouched(model), torch.enable_grad(), ExitStack() as stack:
-                for need in watched:
-                    stack.enter_context(need.watched(rest))
-                draw(order.fill)
-                run_watched(model, sample, rest)
+            with released(model), untouched(model), torch.enable_grad():
+                joined = list[Watched]()
+                for _ in range(1 + bool(order.leaves)):  # a pass finds what the one before left
+                    rest = run_watched(model, sample, order.fill, watched)
+                    joined = WatchedRows.join(watched, rest, joined)
         except RefusedLayerError as refusal:
             refused[refusal.name] = refusal.reason
             order.refuse(type(refusal.layer))
             continue
-        watched = WatchedRows.join(watched, rest)
-        joined = [time for need in watched if isinstance(need, WatchedRows) for time in need.times]
-        elsewhere = rest.held_bytes([time.numbers for time in joined])
-        useful = [need for need in watched if not need.useless] or watched  # or errors name a least
-        without = [need for need in watched if need not in useful]
+        times = [time for need in joined if isinstance(need, WatchedRows) for time in need.times]
+        elsewhere = rest.held_bytes([time.numbers for time in times])
+        useful = [need for need in joined if not need.useless] or joined  # or errors name a least
+        without = [need for need in joined if need not in useful]
         refused |= {need.name: _NO_USE for need in without}
-        watched = useful
-        if not watched:
+        if not useful:
             raise NotExactError(_nothing(model, refused))
-        return watched, elsewhere, sum(need.used(need.ordinary_bytes) for need in without)
+        return useful, elsewhere, sum(need.used(need.ordinary_bytes) for need in without)
 
 
 def _nothing(model: nn.Module, refused: dict[str, str]) -> str:

@@ -11,7 +11,7 @@ import itertools
 import sys
 import traceback
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -29,7 +29,7 @@ from retrograde.models.rows.arguments import Arguments, made_by, tensors_in, tie
 from retrograde.models.rows.layer_run import Tied, passes_through
 from retrograde.models.rows.row_forward import is_inplace_activation
 from retrograde.models.sequential import Sequential
-from retrograde.replay.surroundings import version
+from retrograde.replay.surroundings import Slot, version
 from retrograde.run.transforms import besides_forward
 
 _BUDGETED = (nn.RNNBase, Sequential, Recurrent)
@@ -140,10 +140,13 @@ def noted(model: nn.Module) -> Iterator[ModuleCall]:
 
 
 class CallOrder:
-    """The calls of a model, and the runs of layers among them."""
+    """The calls of a model, and the runs of layers among them. ``leaves`` are attributes in
+    which the model leaves something, which its next pass finds."""
 
-    def __init__(self, top: ModuleCall, fill: float | None = None) -> None:
-        self.top, self.every = top, [*_all(top)]
+    def __init__(
+        self, top: ModuleCall, fill: float | None = None, leaves: Sequence[Slot] = ()
+    ) -> None:
+        self.top, self.every, self.leaves = top, [*_all(top)], leaves
         self.whole = sum(call.held for call in top.inside)
         self.times = Counter(id(call.module) for call in self.every)
         self.tied = tied(call.module.parameters(recurse=not call.inside) for call in self.every)

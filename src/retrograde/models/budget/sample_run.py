@@ -7,15 +7,15 @@ rest of the model. The run leaves no trace.
 import random
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from retrograde.errors import RetrogradeError
+from retrograde.errors import NotExactError, RetrogradeError
 from retrograde.models.budget.call_order import CallOrder, ModuleCall, noted
 from retrograde.models.rows.arguments import Arguments, tensors_in, unflatten
 from retrograde.models.rows.phases import as_accumulated
@@ -29,6 +29,9 @@ from retrograde.run.transforms import hooks_of_all
 from retrograde.sizes.allocations import measure
 from retrograde.sizes.ordinary import expanded
 from retrograde.torch_private import flat_weights, gradients_of
+
+if TYPE_CHECKING:
+    from retrograde.models.budget.watched import Watched
 
 
 def called_in_turn(model: nn.Module, sample: object) -> CallOrder:
@@ -50,14 +53,15 @@ def called_in_turn(model: nn.Module, sample: object) -> CallOrder:
 def _noted(model: nn.Module, sample: object, fill: float | None = None) -> tuple[CallOrder, bool]:
     """Return the calls of a model on a sample, and whether it draws numbers by which it may decide.
     These are as near to ``fill`` as they can be, if that is given."""
-    with released(model), untouched(model), _eager():
+    with released(model), untouched(model) as values, _eager():
         draw(fill)
         numpy: Any = np.random.get_state
         before = random.getstate(), numpy()[2]
         with Filling(fill) as watch, noted(model) as top:
             run_model(model, sample)
         python = before != (random.getstate(), numpy()[2])
-        return CallOrder(top, fill), watch.drawn > 0 or python
+        leaves = [slot for slot, *_ in values.changed()]
+        return CallOrder(top, fill, leaves), watch.drawn > 0 or python
 
 
 @contextmanager
@@ -72,6 +76,13 @@ def _eager() -> Iterator[None]:
 def run_model(model: nn.Module, sample: object) -> Any:
     """Call a model on a sample: a tuple is its arguments, a dict its keyword arguments. A cache in
     it is given as a copy, so that it does not grow with every run."""
+    for t in tensors_in(sample):
+        if t.layout is torch.strided and t.numel() and not t.untyped_storage().nbytes():
+            raise NotExactError(
+                f"the model released the memory of its sample, a tensor {tuple(t.shape)}, as "
+                "reversible layers do: expected one that it can be called with several times; have "
+                "it keep its input (torch_geometric: disable=True), or leave it without a budget"
+            )
     arguments = Arguments((sample,))
     (sample,), _ = unflatten(arguments.leaves, arguments.spec)
     try:
@@ -93,14 +104,22 @@ _GIVEN: dict[type, str] = {
 }
 
 
-def run_watched(model: nn.Module, sample: object, rest: RestOfModel) -> None:
-    """Run a model whose parts are watched. Note what the rest of it holds, beside its parameters,
-    its input and its output: for its backward pass, or for later while a part runs. Masks and the
-    like, which rows are given, are among it: a dropped call holds its arguments."""
+def run_watched(
+    model: nn.Module, sample: object, fill: float | None, parts: "Sequence[Watched]"
+) -> RestOfModel:
+    """Run a model and watch its parts. Return what the rest of it holds, beside its parameters, its
+    input and its output: for its backward pass, or for later while a part runs. Masks and the like,
+    which rows are given, are among it: a dropped call holds its arguments."""
+    rest = RestOfModel(fill)
     hooks = torch.autograd.graph.saved_tensors_hooks(rest.pack, lambda t: t)
-    with hooked("the model"), hooks, rest:
-        output = run_model(model, sample)
+    with ExitStack() as stack:
+        for part in parts:
+            stack.enter_context(part.watched(rest))
+        draw(fill)
+        with hooked("the model"), hooks, rest:
+            output = run_model(model, sample)
     rest.finish([*model.parameters(), *model.buffers(), *tensors_in(sample)], tensors_in(output))
+    return rest
 
 
 def bytes_of_a_pass(model: nn.Module, sample: object, fill: float | None) -> int:
@@ -130,9 +149,10 @@ def bytes_of_a_pass(model: nn.Module, sample: object, fill: float | None) -> int
 
 
 @contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
+def untouched(model: nn.Module) -> Iterator[Values]:
     """Restore, after the block, everything that a forward pass changes in a model (rule 3). These
-    are random states, buffers, gradients, hooks, and the attributes of all modules."""
+    are random states, buffers, gradients, hooks, and the attributes of all modules, which the block
+    gets as they were."""
     referents = find_referents([model, *hooks_of_all()])
     modules = referents.parts()
     devices = {t.device for t in (*model.parameters(), *model.buffers())} or {torch.device("cpu")}
@@ -145,8 +165,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
     surroundings = Surroundings(torch.device("cpu"), tuple(chance), buffers)
     try:
         with surroundings.without_trace(), ExitStack() as stack:
-            stack.callback(Values(referents).restore)
-            yield
+            stack.callback((values := Values(referents)).restore)
+            yield values
     finally:
         for listed, were in weights:
             listed[:] = were  # torch changes them with an attribute

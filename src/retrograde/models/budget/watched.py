@@ -22,9 +22,11 @@ from retrograde.models.rows.call_sizes import PassMeasurements
 from retrograde.models.rows.joint_plan import JointPlan
 from retrograde.models.rows.layer_run import LayerRun, OnSample, Tied
 from retrograde.models.rows.rest_of_model import RestOfModel
+from retrograde.models.rows.trials import by_name
 from retrograde.plan.calls import OutputLifetime, peak_of
 from retrograde.recurrent.base import BudgetedRNN
 from retrograde.recurrent.weights import last_weights
+from retrograde.replay.surroundings import Slot
 from retrograde.run.transforms import refuse_transforms, uncompiled
 from retrograde.sizes.allocations import measure
 from retrograde.sizes.cache import signature
@@ -107,9 +109,13 @@ class WatchedModule(Watched):
     def watched(self, rest: RestOfModel) -> Iterator[None]:
         """Watch torch's forward pass of the module, even if a derived class wraps it."""
         module_class, base = type(self.module), wrapped(type(self.module))
+        self.calls.clear()
         if base is None:
-            vars(self.module)["forward"] = self._watch(self.module.forward, rest)
+            own = Slot(vars(self.module), "forward", "forward")
+            before = own.read()
+            own.write(self._watch(self.module.forward, rest))
             yield
+            own.write(before)
             return
         run = self._watch(partial(base.forward, self.module), rest)
         inner = type(
@@ -185,8 +191,9 @@ class WatchedRow(Watched):
     """A run of layers, which the model calls one after the other. In the run on the sample all of
     their calls are dropped."""
 
-    def __init__(self, layers: Layers, tied: Tied) -> None:
+    def __init__(self, layers: Layers, tied: Tied, leaves: Sequence[Slot]) -> None:
         self.row = LayerRun([(c.name, c.module) for c in layers], [c.slot for c in layers], tied)
+        self.row.plans.changing |= by_name(leaves)
         name = " … ".join(call.name for call in layers[:: max(1, len(layers) - 1)])
         super().__init__(name, [self.row])
 
@@ -200,6 +207,7 @@ class WatchedRow(Watched):
     @contextmanager
     def watched(self, rest: RestOfModel) -> Iterator[None]:
         self.row.sample = sample = OnSample(rest)
+        self.calls.clear()
         self.row.install()
         yield
         self.row.sample = None
@@ -207,7 +215,8 @@ class WatchedRow(Watched):
         self.times = [time for time in times if time.kind.is_measured]  # the model ran to their end
         self.is_whole = self.times == times
         for measurements in {id(time.kind): time.kind for time in self.times}.values():
-            measurements.settle()
+            if id(measurements) not in self.sizes:
+                measurements.settle()
         for time in self.times:
             self.count(time.kind)
 
@@ -225,13 +234,19 @@ class WatchedRows(Watched):
     """Runs of layers that the model calls one after the other, perhaps several times. They have one
     plan, since what the later ones held is free when the earlier ones go back."""
 
-    def __init__(self, times: Sequence[_Time], waits: Sequence[OutputLifetime]) -> None:
+    def __init__(
+        self, times: Sequence[_Time], waits: Sequence[OutputLifetime],
+        earlier: "Sequence[WatchedRows]" = (),
+    ) -> None:  # fmt: skip
         self.rows = [*dict.fromkeys(time.row for time in times)]
         names = ", ".join(row.name for row in self.rows)
         super().__init__(names, [row.row for row in self.rows])
         self.times, self.kinds, self.waits = times, [time.kind for time in times], waits
         self.all = PassMeasurements.of_rows(self.kinds, waits)
         self.count(self.all)
+        self.passes = [*(rows for rows in earlier if rows.rows == self.rows), self]
+        for rows in self.passes[:-1]:
+            self.sizes |= rows.sizes
 
     def give(self, part: int) -> Iterable[tuple[Watched, int]]:
         plan, start, shares = self.all.plan(part), 0, [0] * len(self.times)
@@ -242,7 +257,8 @@ class WatchedRows(Watched):
             share = min(rest, part - smallest)
             shares = [time.row.part(share, rest) for time in self.times]
         joint_plan = JointPlan([time.row.row for time in self.times], part, shares, self.waits)
-        joint_plan.knows(dict(enumerate(self.kinds)), self.all)
+        for rows in self.passes:
+            joint_plan.knows(dict(enumerate(rows.kinds)), rows.all)
         peaks = dict.fromkeys(self.rows, 0)
         for time in self.times:
             time.row.row.joint_plan, stop = joint_plan, start + len(time.kind.sizes)
@@ -252,8 +268,11 @@ class WatchedRows(Watched):
         return peaks.items()
 
     @classmethod
-    def join(cls, watched: Sequence[Watched], elsewhere: RestOfModel) -> list[Watched]:
-        """Return the parts, with rows in place of each row, if these do not overlap."""
+    def join(
+        cls, watched: Sequence[Watched], elsewhere: RestOfModel, earlier: Sequence[Watched]
+    ) -> list[Watched]:
+        """Return the parts, with rows in place of each row, if these do not overlap. ``earlier``
+        are those of the pass before."""
         rows = [row for row in watched if isinstance(row, WatchedRow) and row.times]
         times = sorted((time for row in rows for time in row.times), key=lambda one: one.numbers[0])
         ended = all(row.is_whole for row in rows)
@@ -262,4 +281,5 @@ class WatchedRows(Watched):
         if len(times) < 2 or not (ended and apart and few):
             return [*watched]
         waits = elsewhere.waits([time.numbers for time in times])
-        return [*(other for other in watched if other not in rows), cls(times, [*waits])]
+        same = [rows for rows in earlier if isinstance(rows, cls)]
+        return [*(other for other in watched if other not in rows), cls(times, [*waits], same)]

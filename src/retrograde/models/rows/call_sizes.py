@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -17,9 +17,19 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from retrograde.errors import BudgetError, NotExactError
-from retrograde.machine import MEASURING, now, tell
+from retrograde.machine import MEASURING, tell
 from retrograde.models.rows.arguments import Arguments, ResultBytes, packed, tensors_in
-from retrograde.models.rows.phases import RERUN_BYTES, TURNED, Phases, Weights
+from retrograde.models.rows.phases import (
+    FORWARD,
+    ORDER,
+    ORDINARY,
+    RERUN_BYTES,
+    TURNED,
+    WHOLE,
+    Phases,
+    Weights,
+    phases_of,
+)
 from retrograde.models.rows.rerun import (
     DROPPED,
     DROPPED_LEAN,
@@ -28,7 +38,13 @@ from retrograde.models.rows.rerun import (
     Recomputable,
     RecomputedCall,
 )
-from retrograde.models.rows.trials import architecture_key, options_key, parts_of, tensors_of
+from retrograde.models.rows.trials import (
+    architecture_key,
+    by_name,
+    options_key,
+    parts_of,
+    tensors_of,
+)
 from retrograde.plan.call_planner import fastest, least
 from retrograde.plan.calls import (
     CallSizes,
@@ -51,11 +67,6 @@ _ALIKE = 65 / 64  # bytes of two calls
 _ROUNDS = 3
 _MORE_SECONDS = 0.03  # a call that takes longer in all ways is timed once more, not thrice
 _AGAIN = {KEPT: DROPPED, LEAN: DROPPED_LEAN}  # ways of which both reruns are alike
-_FORWARD = -2  # a way: run without a graph
-_ORDINARY = -3  # kept, without what a plan does around the call
-#: The order of measuring. What the others are compared with comes last, when all kernels were used.
-_ORDER = (TURNED, DROPPED_LEAN, DROPPED, LEAN, KEPT)
-_WHOLE = slice(-6, None)  # the phases of a call that is kept whole
 
 
 @dataclass
@@ -174,10 +185,15 @@ class PassMeasurements:
         place. So where two later rows have used a weight, its gradients take nothing more."""
         if len(kinds) == 1:
             return kinds[0]
-        sizes, later = list[list[CallSizes]](), Counter[Tensor]()
+        sizes, later, replaced = list[list[CallSizes]](), Counter[Tensor](), set[Any]()
         for kind in reversed(kinds):
-            less = sum(p.nbytes for p, users in later.items() if users > 1 and p in kind.tied)
-            sizes.insert(0, [size.held_back(-less) for size in kind.sizes])
+            less, row = sum(p.nbytes for p in kind.tied if later[p] > 1), list[CallSizes]()
+            for unit, size in zip(kind.units, kind.sizes, strict=True):
+                names = by_name(unit.surroundings.changing).keys()
+                left = size.left_bytes - unit.surroundings.left_bytes * (names <= replaced)
+                row.append(replace(size.held_back(-less), left_bytes=left))
+                replaced |= names
+            sizes.insert(0, row)
             later.update({p for unit in kind.units for p in unit.reads if p.requires_grad})
         units = [unit for kind in kinds for unit in kind.units]
         return cls(units=units, sizes=one_after_the_other(sizes, waits))
@@ -194,7 +210,9 @@ class PassMeasurements:
             there = [i for call, i in self.lingers if call == k and i not in self.kept]
             size = size.first_beside(sum(outputs[i] for i in there))
             size = size.beside(outputs[k + 1] if k + 1 in self.kept else 0)
-            self.sizes[k] = size.beside(outputs[0] if k == 0 and 0 in self.kept else 0)
+            self.sizes[k] = size
+        if 0 in self.kept:
+            self.sizes[0] = replace(self.sizes[0].beside(outputs[0]), input_bytes=0)
 
 
 def too_small(
@@ -226,8 +244,7 @@ class Plans:
     """The measurements and plans of the recent passes through some layers. A copy is empty.
 
     Calls of layers of one make are measured once, and those of one class are timed once. A further
-    call of a class runs once, kept whole. If it allocates and releases what one before did, step by
-    step in both passes, it takes what that took.
+    call of a class runs once, kept whole. If it allocates what one before did, it takes the same.
     """
 
     def __init__(self) -> None:
@@ -235,6 +252,7 @@ class Plans:
         self.sizes: Recent[CallSizes] = Recent()
         self.seen: Recent[dict[Hashable, CallSizes]] = Recent()  # by class, and what a call did
         self.seconds: Recent[dict[int, float]] = Recent()
+        self.changing = by_name(())  # the attributes that calls change
 
     def __reduce__(self) -> Any:
         return type(self), ()
@@ -257,18 +275,21 @@ class Plans:
             )
         refuse_transforms(used)
         refuse_sharded(modules, used)
-        key = arguments.kind(), options_key(modules, tensors), tuple(map(id, layers))
-        return self.kinds.get(key, find, (*modules, *tensors))
+        moved = {id(slot.read()) for slot in self.changing.values()}  # others in the next call
+        key = arguments.kind(), options_key(modules, tensors, moved), tuple(map(id, layers))
+        stay = (t for t in tensors if id(t) not in moved)
+        return self.kinds.get(key, find, (*modules, *stay))
 
     def measure(
         self, unit: Recomputable, layers: Sequence[nn.Module], arguments: Arguments,
         made: Sequence[Tensor | None] | None, tied: Weights, repeats: int | None = None,
         spare: list[Any] | None = None,
     ) -> CallSizes:  # fmt: skip
-        """Return the sizes of a call. ``made`` are the tensors that the call before made, or None
-        for the first call. One that lies in memory of that call's own input is None. If the call
-        has to be run, what is ``spare`` is let go before."""
+        """Return the sizes of a call. ``made`` are the tensors that the call before made, None for
+        one in memory of its own input, or None for the first call. If the call has to be run, what
+        is ``spare`` is let go before."""
         modules, is_first = parts_of(layers), made is None
+        self.changing |= by_name(unit.surroundings.changing)
         kind = arguments.kind(), *(t in tied for t in unit.reads if tied)
         kind += () if is_first else tuple(packed(t) is t for t in made or ())
         made = tensors_in(arguments.state) if made is None else made
@@ -282,10 +303,10 @@ class Plans:
             alike = tuple(map(type, modules)), str(shapes), kind
             try:
                 with unit.surroundings.measured():
-                    phases, taken = _phases(call)
+                    phases, taken = phases_of(call)
                     seen = self.seen[alike, memory] = self.seen.get((alike, memory), {})
                     if key[0] is None and seen:
-                        did = _deeds(call, measure_phases(phases[_WHOLE], device=call.device))
+                        did = _deeds(call, measure_phases(phases[WHOLE], device=call.device))
                         if did in seen:
                             return seen[did]
                     measured = measure_phases(phases, device=call.device)
@@ -295,7 +316,7 @@ class Plans:
             except RuntimeError as error:
                 raise_again(error, f"layer {unit.name}")
             sizes = self.sizes[key] = _sizes(call, measured, self.seconds[alike])
-            seen[_deeds(call, measured[_WHOLE])] = sizes
+            seen[_deeds(call, measured[WHOLE])] = sizes
         return self.sizes[key]
 
 
@@ -307,29 +328,6 @@ def _deeds(call: Phases, phases: Sequence[Phase]) -> tuple[Hashable, ...]:
     return str((noted, left)), forms, *(phase.sizes.tobytes() for phase in phases)
 
 
-def _phases(call: Phases) -> tuple[list[Callable[[], None]], dict[int, float]]:
-    """Return the phases of a call, and the seconds that each way takes, to which a run of the
-    phases adds. They are those of forward and backward passes, or of a forward pass alone."""
-    taken = dict.fromkeys((_ORDINARY, _FORWARD, *_ORDER), 0.0)
-
-    def clocked(way: int, step: Callable[[], None]) -> Callable[[], None]:
-        def run() -> None:
-            start, call.own_seconds = now(call.device), 0.0
-            step()
-            taken[way] += now(call.device) - start
-            taken[_ORDINARY] += call.own_seconds if way == KEPT else 0.0
-
-        return run
-
-    phases = [call.begin, clocked(_FORWARD, call.advance), call.release_result, call.clear]
-    for way in _ORDER:
-        phases += [
-            partial(call.begin, way), clocked(way, call.record), call.release_result,
-            lambda: call.state.clear(), clocked(way, call.backpropagate), call.clear,
-        ]  # fmt: skip
-    return phases, taken
-
-
 def _seconds(
     phases: Sequence[Callable[[], None]], taken: dict[int, float], repeats: int | None
 ) -> dict[int, float]:
@@ -337,7 +335,7 @@ def _seconds(
     rounds, is_long = [{**taken}], sum(taken.values()) > _MORE_SECONDS
     for _ in range(repeats or (1 if is_long else _ROUNDS)):
         taken.update(dict.fromkeys(taken, 0.0))
-        for phase in (*phases[:4], *phases[10:]):
+        for phase in (*phases[:5], *phases[12:]):
             phase()
         rounds.append({**taken})
     return {way: min(each[way] for each in rounds) for way in taken}
@@ -345,23 +343,26 @@ def _seconds(
 
 def _sizes(call: Phases, phases: Sequence[Phase], seconds: dict[int, float]) -> CallSizes:
     """Return what the phases of a call showed."""
-    input_bytes, output = phases[0].growth(), -phases[2].growth()
-    on_gpu = call.device.type == "cuda"
-    captured = [t for t in call.unit.surroundings.capture() if isinstance(t, Tensor)]
-    noted = sum(t.nbytes for t in captured if t.is_cuda == on_gpu)  # also held while it runs again
+    around, on_gpu = call.unit.surroundings, call.device.type == "cuda"
+    noted, found_bytes = (  # also held while it runs again; what the call found in attributes
+        sum(t.nbytes for t in tensors_in(values) if t.is_cuda == on_gpu)
+        for values in ([*around.capture()], [slot.read() for slot in around.moving])
+    )
+    input_bytes, output = phases[0].growth() - found_bytes, -phases[2].growth()
     ways, waits = {}, 0
-    for k, way in enumerate(_ORDER):
-        start = 5 + 6 * k
-        record, less_result, less_state, back = phases[start : start + 4]
-        last = start + 4  # what is released then is the caller's
-        remains = record.growth(before=last) + less_result.growth()
+    for k, way in enumerate(ORDER):
+        start = 6 + 7 * k
+        record, less_result, less_left, less_state, back = phases[start : start + 5]
+        last = start + 5  # what is released then is the caller's
+        remains = record.growth(before=last) + less_result.growth() + less_left.growth()
+        remains += found_bytes
         keeps_output = -less_result.growth() < output
         ways[way] = Way(
             held_bytes=max(0, remains - (output if keeps_output else 0)),
             first_bytes=record.peak() + noted,
             backward_bytes=remains + back.peak(start, last),
             seconds=max(0.0, seconds[way] - seconds[KEPT]),
-            again_seconds=max(seconds[_FORWARD], seconds[_AGAIN.get(way, way)] - seconds[KEPT]),
+            again_seconds=max(seconds[FORWARD], seconds[_AGAIN.get(way, way)] - seconds[KEPT]),
             keeps_input=-less_state.growth() < input_bytes,
             keeps_output=keeps_output,
             dropped=way in (DROPPED, DROPPED_LEAN),
@@ -374,7 +375,7 @@ def _sizes(call: Phases, phases: Sequence[Phase], seconds: dict[int, float]) -> 
         input_bytes=input_bytes,
         output_bytes=output,
         forward_bytes=phases[1].peak() + noted + _MARK_BYTES,
-        forward_seconds=seconds[_FORWARD],
+        forward_seconds=seconds[FORWARD],
         ways=tuple(ways[way] for way in (KEPT, LEAN, DROPPED, DROPPED_LEAN)),
         noted_bytes=noted,
         left_bytes=call.unit.surroundings.left_bytes,
@@ -385,5 +386,5 @@ def _sizes(call: Phases, phases: Sequence[Phase], seconds: dict[int, float]) -> 
         gradient_bytes=max(waits, call.gradient_bytes) + _MARK_BYTES,
         gradient_slack_bytes=call.apart,
         packed_bytes=call.packed,
-        ordinary_seconds=seconds[_ORDINARY],
+        ordinary_seconds=seconds[ORDINARY],
     )

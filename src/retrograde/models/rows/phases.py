@@ -14,11 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.utils import _pytree as pytree
 
 from retrograde.errors import NotExactError
 from retrograde.machine import now
-from retrograde.models.rows.arguments import Arguments, RerunArguments, memory_of, tensors_in
-from retrograde.models.rows.rerun import KEPT, Recomputable
+from retrograde.models.rows.arguments import (
+    Arguments,
+    RerunArguments,
+    memory_of,
+    tensors_in,
+    with_nodes,
+)
+from retrograde.models.rows.rerun import DROPPED, DROPPED_LEAN, KEPT, LEAN, Recomputable
 from retrograde.models.rows.rest_of_model import filling
 from retrograde.models.rows.running_plan import RunningPlan
 from retrograde.models.rows.trials import Leave
@@ -31,6 +38,11 @@ from retrograde.torch_private import gradients_of
 Weights = frozenset[Tensor]
 TURNED = -1  # a way: kept, with a turned gradient
 RERUN_BYTES = 1013  # that no other tensor has
+FORWARD = -2  # a way: run without a graph
+ORDINARY = -3  # kept, without what a plan does around the call
+#: The order of measuring. What the others are compared with comes last, when all kernels were used.
+ORDER = (TURNED, DROPPED_LEAN, DROPPED, LEAN, KEPT)
+WHOLE = slice(-7, None)  # the phases of a call that is kept whole
 
 
 class Phases:
@@ -70,8 +82,10 @@ class Phases:
         self.handed = self.apart = self.gradient_bytes = self.packed = 0
 
     def begin(self, way: int = KEPT) -> None:
-        self.way = way
-        self.unit.surroundings.restore(self.begun)
+        self.way, around = way, self.unit.surroundings
+        around.restore(self.begun)
+        for slot in around.moving:  # in memory that a call before left, which this may let go
+            slot.write(pytree.tree_map_only(Tensor, _copied, slot.read()))
         if way == TURNED:  # the very state, for a copy would be one more beside a turned gradient's
             self.state = [*self.given]
         elif self.first:  # its memory is the caller's, and may be larger
@@ -118,7 +132,11 @@ class Phases:
         return self.arguments.enter(leaves)
 
     def release_result(self) -> None:
-        outputs = [t for t in (*tensors_in(self.result), *self._left()) if t.requires_grad]
+        left = [t for slot in self.unit.surroundings.left for t in tensors_in(slot.read())]
+        for grown, length in zip(self.unit.surroundings.growing, self.lengths, strict=True):
+            left += tensors_in(grown[length:])
+        left = [t for t in left if t.grad_fn is not None]
+        outputs = [t for t in (*tensors_in(self.result), *left) if t.requires_grad]
         self.like = [(t.shape, t.dtype, t.device) for t in outputs]
         self.gradient_bytes = sum(t.nbytes for t in outputs)
         if outputs:
@@ -126,15 +144,12 @@ class Phases:
                 self.root = [get_gradient_edge(Leave.apply(self.seeds, *outputs))]  # type: ignore[no-untyped-call]
         self.result = None
 
-    def _left(self) -> list[Tensor]:
-        """Return what the call left with a gradient, which is held elsewhere, and put it back."""
-        left = [t for slot in self.unit.surroundings.left for t in tensors_in(slot.read())]
+    def put_back(self) -> None:
+        """Let go what the call left in attributes and lists."""
         for grown, length in zip(self.unit.surroundings.growing, self.lengths, strict=True):
-            left += tensors_in(grown[length:])
             del grown[length:]
         for slot, value in self.before:
             slot.write(value)
-        return [t for t in left if t.grad_fn is not None]
 
     def backpropagate(self) -> None:
         root, edges, turned = [*self.root], [*self.edges], self.way == TURNED
@@ -168,6 +183,35 @@ class Phases:
 
     def clear(self) -> None:
         self.result, self.state, self.root, self.edges, self.for_caller = None, [], [], [], []
+
+
+def phases_of(call: Phases) -> tuple[list[Callable[[], None]], dict[int, float]]:
+    """Return the phases of a call, and the seconds that each way takes, to which a run of the
+    phases adds. They are those of forward and backward passes, or of a forward pass alone."""
+    taken = dict.fromkeys((ORDINARY, FORWARD, *ORDER), 0.0)
+
+    def clocked(way: int, step: Callable[[], None]) -> Callable[[], None]:
+        def run() -> None:
+            start, call.own_seconds = now(call.device), 0.0
+            step()
+            taken[way] += now(call.device) - start
+            taken[ORDINARY] += call.own_seconds if way == KEPT else 0.0
+
+        return run
+
+    releases = call.release_result, call.put_back
+    phases = [call.begin, clocked(FORWARD, call.advance), *releases, call.clear]
+    for way in ORDER:
+        phases += [
+            partial(call.begin, way), clocked(way, call.record), *releases,
+            lambda: call.state.clear(), clocked(way, call.backpropagate), call.clear,
+        ]  # fmt: skip
+    return phases, taken
+
+
+def _copied(t: Tensor) -> Tensor:
+    with torch.enable_grad():
+        return with_nodes([t.detach().clone()])[0] if t.requires_grad else t.clone()
 
 
 def do_most(unit: Recomputable, *args: Any, **kwargs: Any) -> Any:

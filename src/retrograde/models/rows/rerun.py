@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -65,6 +65,11 @@ class Recomputable:
     is_apart: bool = True  # whether its result has memory that its arguments have not
     writes: bool = False  # whether it writes to its arguments
     made: ResultBytes = field(default_factory=ResultBytes)  # by its operations, in the trial
+
+    @cached_property
+    def has_weights(self) -> bool:
+        """Whether it reads parameters of which autocast may cache a cast."""
+        return any(t.requires_grad and t.is_leaf for t in self.reads)
 
     @property
     def decides(self) -> bool:

@@ -180,18 +180,26 @@ class RestOfModel(TorchFunctionMode):
                 yield own_bytes if owner in counted else nbytes, start, stop
 
     def waits(self, call_numbers: Sequence[Sequence[int]]) -> Iterable[OutputLifetime]:
-        """Yield how long the result of each row of calls waits."""
+        """Yield how long the result of each row of calls waits. The gradients of several may lie in
+        one memory, such as that of a stack. It counts for the first of them, which waits longest.
+        """
         starts = [numbers[0] for numbers in call_numbers]
         ends = [self._ends[call] for call in starts]
-        for at, numbers in enumerate(call_numbers):
-            runs, back, spread = at + 1, at + 1, 1.0
-            for memory, node in self._results[numbers[-1]]:
+        results = [self._results[numbers[-1]] for numbers in call_numbers]
+        ready, counted = dict[Any, int](), set[Any]()  # by the memory of gradients
+        for _, node in (result for row in results for result in row):
+            read, _, (_, owner) = self._last.get(node, (0, 0, (0, None)))
+            ready[owner] = max(ready.get(owner, 0), bisect_right(ends, read))
+        for at, row in enumerate(results):
+            runs, back, own, taken = at + 1, at + 1, 0, 0
+            for memory, node in row:
                 later = (call + (memory.taken == call) for call in starts)
-                runs = max([runs, *(row for row, k in enumerate(later, 1) if memory.left > k)])
-                read, own_bytes, (most, _) = self._last.get(node, (0, 1, (1, None)))
-                back = max(back, bisect_right(ends, read) if memory.left < math.inf else len(ends))
-                spread = max(spread, most / max(1, own_bytes))
-            yield OutputLifetime(runs, back, spread)
+                runs = max([runs, *(n for n, k in enumerate(later, 1) if memory.left > k)])
+                _, own_bytes, (most, owner) = self._last.get(node, (0, 0, (0, None)))
+                back = max(back, ready[owner] if memory.left < math.inf else len(ends))
+                own, taken = own + own_bytes, taken + most * (owner not in counted)
+                counted.add(owner)
+            yield OutputLifetime(runs, back, taken / own if own else 1.0)
 
 
 #: Torch's nodes that may hand on the memory of the gradient that they are given: to all of their

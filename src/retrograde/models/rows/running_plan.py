@@ -90,7 +90,7 @@ class RunningPlan:
         apart = torch.is_autocast_enabled(device.type) and self.tied.isdisjoint(unit.reads)
         apart = apart and not unit.shares_casts
         casts = autocast_as_now(device) if apart else nullcontext()
-        once, call = apart and torch.is_autocast_cache_enabled(), None
+        once, call = apart and unit.has_weights and torch.is_autocast_cache_enabled(), None
         if once:
             self._refuse_second(unit)
         if way in (DROPPED, DROPPED_LEAN):

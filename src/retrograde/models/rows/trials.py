@@ -5,7 +5,7 @@ The call runs by itself, without the graph that its arguments came from, and lea
 
 import gc
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import ref
@@ -28,7 +28,7 @@ from retrograde.models.rows.rerun import Recomputable, is_free
 from retrograde.models.rows.rest_of_model import FILLS, filling
 from retrograde.replay.fingerprints import fingerprints
 from retrograde.replay.referents import MODULE_TABLES
-from retrograde.replay.surroundings import Surroundings, try_out, version
+from retrograde.replay.surroundings import ABSENT, Slot, Surroundings, try_out, version
 from retrograde.run.core import hooked
 from retrograde.run.states import device_of
 from retrograde.run.transforms import hooks_of_all
@@ -91,14 +91,15 @@ def _tried(
     kept = [slot for slot in kept if slot.key not in _computed_names(slot.holder)]
     left_bytes = surroundings.left_bytes + sum(surroundings.left.get(slot, 0) for slot in kept)
     surroundings = replace(surroundings, left_bytes=left_bytes)
-    if kept and _reads_what_it_left(call, surroundings, prints):
+    if kept and _reads_what_it_left(call, kept, surroundings, prints):
         surroundings = replace(surroundings, moving=(*surroundings.moving, *kept))
     outputs = tensors_in(result)
     if any(t.layout is not torch.strided for t in (*tensors, *outputs)):
         raise NotExactError(
             f"layer {name} is given or returns a sparse tensor: expected dense ones"
         )
-    made, changing = made_by(result, tensors), {id(b) for b in surroundings.buffers}
+    made, changing = made_by(result, tensors), {*map(id, surroundings.buffers)}
+    changing |= {id(slot.read()) for slot in surroundings.changing}
     read = (*tensors_of(surroundings.found.parts()), *surroundings.found.tensors)
     reads = [t for t in read if id(t) not in changing]
     tried = Recomputable(
@@ -120,22 +121,32 @@ def _tried(
 
 
 def _reads_what_it_left(
-    call: Callable[[], object], surroundings: Surroundings, prints: list[Any]
+    call: Callable[[], object], kept: Sequence[Slot], surroundings: Surroundings, prints: list[Any]
 ) -> bool:
-    """Return whether a call computes something else if one before it left something in attributes.
-    Each call appends the fingerprints of what it computes to ``prints``."""
+    """Return whether a call computes something else, or raises, if one before it left something in
+    some attributes, or if they are not there. Each call appends the fingerprints of what it
+    computes to ``prints``."""
     begun = surroundings.capture()
 
     def again() -> None:
         call()
         surroundings.restore(begun)
         call()
+        surroundings.restore(begun)
+        for slot in kept:
+            slot.write(ABSENT)
+        call()
 
     try:
         try_out(again, surroundings.found.made_of, surroundings.device)
     except Exception:
         return True
-    return bool(prints[-1] != prints[0])
+    return any(each != prints[0] for each in prints[-2:])
+
+
+def by_name(slots: Iterable[Slot]) -> dict[tuple[int, Any], Slot]:
+    """Return attributes by dict and name."""
+    return {(id(slot.holder), slot.key): slot for slot in slots}
 
 
 class Leave(torch.autograd.Function):
@@ -203,10 +214,13 @@ def tensors_of(modules: Sequence[nn.Module]) -> list[Tensor]:
     return [t for table in tables for t in table.values() if t is not None]
 
 
-def options_key(modules: Sequence[nn.Module], tensors: Sequence[Tensor]) -> Hashable:
+def options_key(
+    modules: Sequence[nn.Module], tensors: Sequence[Tensor], moved: Collection[int] = ()
+) -> Hashable:
     """Return all that trials and sizes of some modules depend on, besides what they are given: the
-    objects, their options, and their ``tensors``. It keeps none of these alive. A fraction may
-    be annealed, so it tells only whether it is zero."""
+    objects, their options, and their ``tensors``. It keeps none of these alive. A fraction may be
+    annealed, so it tells only whether it is zero. Of tensors with ids in ``moved``, which each call
+    replaces, only the forms count."""
     options: list[Any] = [
         bool(value) if isinstance(value, float) else value
         for part in modules
@@ -214,8 +228,9 @@ def options_key(modules: Sequence[nn.Module], tensors: Sequence[Tensor]) -> Hash
         if value.__class__ not in _TABLES and isinstance(value, _OPTIONS)  # the first is faster
     ]
     options += map(id, modules)
-    forms = tuple((id(t), t.shape, t.dtype, t.device, t.requires_grad) for t in tensors)
-    return tuple(options), forms, torch.get_num_threads()
+    stays = (0 if id(t) in moved else id(t) for t in tensors)
+    forms = ((t.shape, t.dtype, t.device, t.requires_grad) for t in tensors)
+    return tuple(options), tuple(stays), tuple(forms), torch.get_num_threads()
 
 
 _OPTIONS, _TABLES = (bool, int, float, str, type(None)), {dict, OrderedDict, set}
