@@ -5,7 +5,6 @@ python benchmarks/chains.py networks --device cuda  # beside torch.compile's mem
 
 import copy
 import statistics
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +17,8 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 import retrograde as rg
 from harness import Row, Run, Script, seconds, turns
-from oracles.chained import GROUP, Loop, encoder, mixer, resnet18, tiny
+from oracles.chained import encoder, mixer, resnet18
+from oracles.rollouts import AROUND, ROLLOUTS, Rollout, unrolled
 from retrograde_papers import networks as papers
 
 script = Script()
@@ -234,87 +234,71 @@ def least(run: Run) -> None:
     run.write(rows=run.rows(("VGG-11", "ResNet-18", "ResNet-34"), within, "ordinary", "least"))
 
 
-CALLED: dict[str, Network] = {
-    "24 encoder layers of 192, B=4, 128 tokens": (lambda: encoder(24, 192), (4, 128, 192)),
-    "8 encoder layers of 256, B=8, 128 tokens": (lambda: encoder(8, 256), (8, 128, 256)),
-    "ResNet-18, B=32, 32×32": (resnet18, (32, 3, 32, 32)),
-    "64 blocks of 64 units, B=64": (tiny, (64, 64)),
-    "16 steps of 12 encoder layers of 128, B=8": (lambda: encoder(12, 128), (8, 64, 128)),
-    "96 steps of 4 encoder layers of 64, B=4": (lambda: encoder(4, 64), (4, 64, 64)),
-}
-
-
-def called(name: str, rounds: int) -> Row:
-    """One model in all ways."""
+def rollout(name: str, rounds: int) -> Row:
+    """One rollout in all ways."""
     torch.manual_seed(0)
-    make, shape = CALLED[name]
-    steps = int(name.split()[0]) if "steps" in name else 1
-    plain, x = Loop(make(), steps=steps), torch.randn(shape)
-    before = copy.deepcopy(plain.state_dict())
+    plain = ROLLOUTS[name]()
+    x = plain.sample()
 
-    def step(model: nn.Module) -> list[Tensor | None]:
+    def step(model: Rollout, run: Callable[[Rollout], Tensor] | None = None) -> list[Any]:
         model.zero_grad(set_to_none=True)
         torch.manual_seed(1)
-        model(x).square().mean().backward()
-        return [p.grad for p in model.parameters()]
+        (model(x) if run is None else run(model)).backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
 
-    def peak(model: nn.Module) -> int:
-        step(model)
-        return rg.measure(lambda: step(model)).working_bytes
+    def peak(call: Callable[[], Any]) -> int:
+        call()
+        return rg.measure(call).working_bytes
 
-    expected = step(plain)
-    ways: dict[str, nn.Module] = {"ordinary": plain}
-    for nested, way in ((1, "checkpoint"), (2, f"checkpoint, groups of {GROUP}")):
-        ways[way] = copy.deepcopy(plain)
-        ways[way].nested = nested  # type: ignore[assignment]
-    peaks = {way: peak(model) for way, model in ways.items()}
-    budgets: dict[str, float | int] = {
-        f"{share:.0%}": share for share in (0.65, 0.5, 0.3, 0.2, 0.11, 0.08)
-    }
-    budgets |= {f"as {way}": peaks[way] for way in peaks if way != "ordinary"}
-    refused, differ, taken_first = {}, [], {}
-    iteration = statistics.median(seconds(partial(step, plain)) for _ in range(3))
-    for way, memory in budgets.items():
-        model = copy.deepcopy(plain)
-        model.load_state_dict(before)
-        start = time.perf_counter()
-        try:
+    expected, ways = step(plain), {"plain": partial(step, plain)}
+    for around in AROUND:
+        ways[around] = partial(step, copy.deepcopy(plain))
+        ways[around].args[0].around = around
+    peaks = {way: peak(call) for way, call in ways.items()}
+    refused = {}
+
+    def within(by: str, memory: Any) -> Callable[[], Any]:
+        model, run = copy.deepcopy(plain), None
+        if by == "unroll":
+            run = partial(unrolled, memory=memory, x=x)
+        else:
             rg.budget(model, memory, x)
-        except rg.BudgetError as error:
-            refused[way] = error.minimum_bytes
-            continue
-        found = step(model)
-        taken_first[way] = round((time.perf_counter() - start) / iteration, 1)
-        if not same(expected, found):
-            differ.append(way)
-        ways[way], peaks[way] = model, peak(model)
-    taken = turns({way: partial(step, model) for way, model in ways.items()}, rounds)
-    ratios = {way: _ratio(each, taken["ordinary"]) for way, each in taken.items()}
+        peaks[way] = peak(partial(step, model, run))
+        return partial(step, model, run)
+
+    for share in ("50%", "20%", "10%", "5%", "least", *AROUND):
+        for by in ("budget", "unroll"):
+            way = f"{by} {share}"
+            try:
+                ways[way] = within(by, 1 if share == "least" else peaks.get(share, share))
+            except rg.BudgetError as error:
+                refused[way] = error.minimum_bytes
+                if share == "least":
+                    ways[way] = within(by, error.minimum_bytes)
+    taken = turns(ways, rounds)
     return {
-        "model": name,
-        "ordinary_ms": round(statistics.median(taken["ordinary"]) * 1e3, 1),
-        "ordinary_bytes": peaks["ordinary"],
-        "share": {way: round(size / peaks["ordinary"], 4) for way, size in peaks.items()},
-        "budget_and_first_step_in_iterations": taken_first,
-        "ratio": {way: round(ratio, 3) for way, ratio in ratios.items()},
+        "rollout": name,
+        "plain_ms": round(statistics.median(taken["plain"]) * 1e3, 1),
+        "plain_bytes": peaks["plain"],
+        "share": {way: round(size / peaks["plain"], 3) for way, size in peaks.items()},
+        "ratio": {way: round(_ratio(each, taken["plain"]), 3) for way, each in taken.items()},
         "refused_least_bytes": refused,
-        "other_bits": differ,
+        "other_bits": [w for w, call in ways.items() if not same(expected, call())],
     }
 
 
-@script.table("called_layers_cpu", rounds=9)
-def called_layers(run: Run) -> None:
-    """Claim: layers that a model calls itself are faster within a budget than in ``checkpoint``.
+@script.table("rollouts_cpu", rounds=15)
+def rollouts(run: Run) -> None:
+    """Claim: rollouts of whole models take less time within a budget than in ``checkpoint``.
 
-    Models call their layers in a loop; in the last, Python is most of the time. Each runs
-    ordinarily, with ``torch.utils.checkpoint`` around every layer and nested around groups of
-    three, and by ``rg.budget`` within shares of ordinary backpropagation's memory and within the
-    very bytes that ``checkpoint`` takes. All take turns in one process. The table has measured
-    peaks and medians of the ratio to the ordinary iteration of the same round. Gradients are
-    compared bit for bit.
+    Each runs as it is, with ``torch.utils.checkpoint`` around its steps, its layers, and both, by
+    ``rg.budget`` and by ``rg.unroll``: within shares of what it takes as it is, its least, and the
+    very bytes that each checkpointing takes. All take turns in one process. The table has measured
+    peaks, and medians of the ratio to the plain iteration of the same round. Gradients are compared
+    bit for bit.
     """
-    one = partial(called, rounds=run.rounds)
-    run.write(rounds=run.rounds, rows=run.rows(CALLED.keys(), one, "ordinary_ms", "share", "ratio"))
+    one = partial(rollout, rounds=run.rounds)
+    run.write(rounds=run.rounds, rows=run.rows(ROLLOUTS.keys(), one, "plain_ms", "share", "ratio"))
 
 
 if __name__ == "__main__":

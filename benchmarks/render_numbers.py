@@ -366,18 +366,35 @@ def library_models() -> str:
     return shown("library_models_cpu", head, rows)
 
 
-def called_layers() -> str:
+def rollouts() -> str:
     rows = []
-    shares = ("65%", "50%", "30%", "20%", "11%")
-    for row in results("called_layers_cpu")["rows"]:
-        cells = []
-        for way in (*shares, "checkpoint", "as checkpoint"):
-            told = f"{row['ratio'][way]:.2f}" if way in row["ratio"] else "refused"
-            cells.append(told + (f" ({row['share'][way]:.0%})" if way == "checkpoint" else ""))
-        whole = f"{time(row['ordinary_ms'])}, {size(row['ordinary_bytes'])}"
-        rows.append([row["model"], whole, *cells])
-    head = ["model", "as it is", *shares, "checkpoint", "ours in its bytes"]
-    return shown("called_layers_cpu", head, rows)
+    for row in results("rollouts_cpu")["rows"]:
+        for by in ("budget", "unroll"):
+            cells = []
+            for share in ("50%", "20%", "10%", "5%", "least", "steps", "layers", "both"):
+                ratio = row["ratio"].get(f"{by} {share}")
+                told = "refused" if ratio is None else f"{ratio:.2f}"
+                if share == "least":
+                    told += f" ({row['share'][f'{by} least']:.1%})"
+                elif share in row["ratio"]:
+                    told += f", {row['ratio'][share]:.2f} ({row['share'][share]:.0%})"
+                cells.append(told)
+            whole = f"{time(row['plain_ms'])}, {size(row['plain_bytes'])}"
+            rows.append([row["rollout"], whole, f"`rg.{by}`", *cells])
+    head = [
+        "rollout",
+        "as it is",
+        "by",
+        "50%",
+        "20%",
+        "10%",
+        "5%",
+        "least",
+        "steps",
+        "layers",
+        "both",
+    ]
+    return shown("rollouts_cpu", head, rows)
 
 
 def scan_backward() -> str:
@@ -678,7 +695,7 @@ BLOCKS: dict[str, Callable[[], str]] = GPU_BLOCKS | {
         planner, chain_networks, sparse_jacobians, rank_jacobians, ranks_memory,
         million_steps, recipes, chain_least, examples, first_call, resident, weight,
         jax_scan, jax_compiling, five_percent, lean, lean_front, lean_beside,
-        lean_overhead, called_layers, compile_budget, architectures,
+        lean_overhead, rollouts, compile_budget, architectures,
     )
 }  # fmt: skip
 

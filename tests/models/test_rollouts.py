@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import retrograde as rg
+from oracles.rollouts import AROUND, ROLLOUTS, unrolled
 
 WIDTH, STEPS = 24, 5
 
@@ -186,3 +187,44 @@ def test_passes_without_a_backward_pass_are_no_steps():
         model(x)
     assert taken(model, x) <= division.total_bytes + division.elsewhere_bytes
     assert_equal(model, plain, x)
+
+
+SMALL = {
+    "forecast": {"steps": 4, "count": 3, "width": 32},
+    "sampler": {"steps": 3, "width": 8, "side": 8},
+    "automaton": {"steps": 6, "side": 8},
+}
+
+
+@pytest.mark.quick(3, every=9)
+@pytest.mark.parametrize("share", ["50%", "30%", "least"])
+@pytest.mark.parametrize("name", ROLLOUTS)
+def test_forecasts_samplers_and_automata(name, share):
+    """By both functions, and by torch's checkpoints."""
+    torch.manual_seed(0)
+    model = ROLLOUTS[name](**SMALL[name.partition(":")[0]])
+    x = model.sample()
+
+    def step(model, run=None):
+        torch.manual_seed(1)
+        model.zero_grad()
+        loss = model(x) if run is None else run(model)
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    expected = step(model)
+    for around in AROUND:
+        model.around = around
+        assert all(map(torch.equal, step(model), expected))
+    model.around = ""
+    with pytest.raises(rg.BudgetError) as refusal:
+        rg.budget(model, 1, x)
+    least = refusal.value.minimum_bytes
+    found = [step(model, lambda model: unrolled(model, "50%", x))]
+    try:
+        rg.budget(model, least if share == "least" else share, x)
+    except rg.BudgetError:
+        pytest.skip("its least is more")
+    found.append(step(model))
+    for one in found:
+        assert all(map(torch.equal, one, expected))

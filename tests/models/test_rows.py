@@ -947,9 +947,9 @@ class Fed(nn.Module):
 
 def test_layers_of_a_class_are_measured_once_if_they_do_the_same(monkeypatch):
     counts, measured = [1, 1, 1, 1, 40, 1, 1, 40, 1, 1], []
-    original = call_sizes._sizes
+    original = call_sizes.sizes_of
     monkeypatch.setattr(
-        call_sizes, "_sizes", lambda one, *a: measured.append(one.unit.name) or original(one, *a)
+        call_sizes, "sizes_of", lambda one, *a: measured.append(one.unit.name) or original(one, *a)
     )
     x = torch.randn(300, WIDTH)
     theirs = Chained([Fed(count) for count in counts])

@@ -4,13 +4,11 @@ import copy
 import itertools
 
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import retrograde as rg
 
 __all__ = [
-    "GROUP", "Loop", "convolutions", "encoder", "layers_of_74", "mixer", "perceptron", "pyramid",
-    "resnet18", "tiny",
+    "convolutions", "encoder", "layers_of_74", "mixer", "perceptron", "pyramid", "resnet18",
 ]  # fmt: skip
 
 
@@ -70,13 +68,6 @@ def encoder(layers: int, width: int, dropout: float = 0.1) -> list[nn.Module]:
     return [copy.deepcopy(layer) for _ in range(layers)]
 
 
-def tiny() -> list[nn.Module]:
-    def block() -> nn.Module:
-        return nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
-
-    return [rg.Residual(block()) for _ in range(64)]
-
-
 def layers_of_74() -> list[nn.Module]:
     """74 layers."""
     triples = ((nn.Conv2d(32, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU()) for _ in range(24))
@@ -100,34 +91,3 @@ def convolutions() -> list[nn.Module]:
     block = nn.Sequential
     parts = [(nn.Conv2d(64, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU()) for _ in range(30)]
     return [nn.Conv2d(3, 64, 3, padding=1), *(block(*part) for part in parts)]
-
-
-GROUP = 3  # layers that are checkpointed together
-
-
-class Loop(nn.Module):
-    """Layers in a loop; ``nested`` says how they are checkpointed: not, each, or in groups.
-
-    With several ``steps`` it is a rollout, x ← x + 0.1 f(x).
-    """
-
-    def __init__(self, layers: list[nn.Module], nested: int = 0, steps: int = 1) -> None:
-        super().__init__()
-        self.layers, self.nested, self.steps = nn.ModuleList(layers), nested, steps
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.steps == 1:
-            return self.run(0, len(self.layers), x, self.nested)
-        for _ in range(self.steps):
-            x = x + 0.1 * self.run(0, len(self.layers), x, self.nested)
-        return x
-
-    def run(self, start: int, stop: int, x: Tensor, nested: int) -> Tensor:
-        if nested > 1:
-            for a in range(start, stop, GROUP):
-                b = min(a + GROUP, stop)
-                x = checkpoint(self.run, a, b, x, 1, use_reentrant=False)
-            return x
-        for layer in self.layers[start:stop]:
-            x = checkpoint(layer, x, use_reentrant=False) if nested else layer(x)
-        return x

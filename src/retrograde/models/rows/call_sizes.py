@@ -20,21 +20,13 @@ from retrograde.errors import BudgetError, NotExactError
 from retrograde.machine import MEASURING, tell
 from retrograde.models.rows.arguments import Arguments, ResultBytes, packed, tensors_in
 from retrograde.models.rows.phases import (
-    FORWARD,
-    ORDER,
-    ORDINARY,
-    RERUN_BYTES,
-    TURNED,
     WHOLE,
     Phases,
     Weights,
     phases_of,
+    sizes_of,
 )
 from retrograde.models.rows.rerun import (
-    DROPPED,
-    DROPPED_LEAN,
-    KEPT,
-    LEAN,
     Recomputable,
     RecomputedCall,
 )
@@ -50,23 +42,21 @@ from retrograde.plan.calls import (
     CallSizes,
     OutputLifetime,
     Part,
-    Way,
     kept_whole,
     one_after_the_other,
     peak_of,
     seconds_of,
 )
+from retrograde.replay.switches import caches_casts
 from retrograde.run.core import raise_again
 from retrograde.run.transforms import is_unreal, refuse_sharded, refuse_transforms
 from retrograde.sizes.allocations import Phase, measure_phases
 from retrograde.sizes.cache import LRUCache, Recent
 from retrograde.units import format_bytes
 
-_MARK_BYTES = 8  # one number, which tells a generator's position before and after a run
 _ALIKE = 65 / 64  # bytes of two calls
 _ROUNDS = 3
 _MORE_SECONDS = 0.03  # a call that takes longer in all ways is timed once more, not thrice
-_AGAIN = {KEPT: DROPPED, LEAN: DROPPED_LEAN}  # ways of which both reruns are alike
 
 
 @dataclass
@@ -141,6 +131,18 @@ class PassMeasurements:
         return len(self.sizes) == len(self.active)
 
     @property
+    def tied_weights(self) -> set[Tensor]:
+        """The weights that other calls have too."""
+        return {p for unit in self.units for p in unit.reads if p in self.tied}
+
+    @property
+    def cast_bytes(self) -> int:
+        """What casts of these take, which are made once in an autocast context."""
+        device = self.units[0].surroundings.device
+        size = torch.get_autocast_dtype(device.type).itemsize * caches_casts(device)
+        return sum(p.numel() * size for p in self.tied_weights if p.dtype == torch.float32)
+
+    @property
     def ordinary_bytes(self) -> int:
         return peak_of(self.sizes, kept_whole(self.sizes))
 
@@ -188,11 +190,13 @@ class PassMeasurements:
         sizes, later, replaced = list[list[CallSizes]](), Counter[Tensor](), set[Any]()
         for kind in reversed(kinds):
             less, row = sum(p.nbytes for p in kind.tied if later[p] > 1), list[CallSizes]()
+            casts = kind.cast_bytes * (kind.tied_weights <= later.keys())
             for unit, size in zip(kind.units, kind.sizes, strict=True):
                 names = by_name(unit.surroundings.changing).keys()
                 left = size.left_bytes - unit.surroundings.left_bytes * (names <= replaced)
                 row.append(replace(size.held_back(-less), left_bytes=left))
                 replaced |= names
+            row[0] = replace(row[0], left_bytes=row[0].left_bytes - casts)
             sizes.insert(0, row)
             later.update({p for unit in kind.units for p in unit.reads if p.requires_grad})
         units = [unit for kind in kinds for unit in kind.units]
@@ -211,6 +215,8 @@ class PassMeasurements:
             size = size.first_beside(sum(outputs[i] for i in there))
             size = size.beside(outputs[k + 1] if k + 1 in self.kept else 0)
             self.sizes[k] = size
+        start = self.sizes[0]  # autocast keeps the casts of tied weights
+        self.sizes[0] = replace(start, left_bytes=start.left_bytes + self.cast_bytes)
         if 0 in self.kept:
             self.sizes[0] = replace(self.sizes[0].beside(outputs[0]), input_bytes=0)
 
@@ -315,7 +321,7 @@ class Plans:
                         self.seconds[alike] = _seconds(phases, taken, repeats)
             except RuntimeError as error:
                 raise_again(error, f"layer {unit.name}")
-            sizes = self.sizes[key] = _sizes(call, measured, self.seconds[alike])
+            sizes = self.sizes[key] = sizes_of(call, measured, self.seconds[alike])
             seen[_deeds(call, measured[WHOLE])] = sizes
         return self.sizes[key]
 
@@ -339,52 +345,3 @@ def _seconds(
             phase()
         rounds.append({**taken})
     return {way: min(each[way] for each in rounds) for way in taken}
-
-
-def _sizes(call: Phases, phases: Sequence[Phase], seconds: dict[int, float]) -> CallSizes:
-    """Return what the phases of a call showed."""
-    around, on_gpu = call.unit.surroundings, call.device.type == "cuda"
-    noted, found_bytes = (  # also held while it runs again; what the call found in attributes
-        sum(t.nbytes for t in tensors_in(values) if t.is_cuda == on_gpu)
-        for values in ([*around.capture()], [slot.read() for slot in around.moving])
-    )
-    input_bytes, output = phases[0].growth() - found_bytes, -phases[2].growth()
-    ways, waits = {}, 0
-    for k, way in enumerate(ORDER):
-        start = 6 + 7 * k
-        record, less_result, less_left, less_state, back = phases[start : start + 5]
-        last = start + 5  # what is released then is the caller's
-        remains = record.growth(before=last) + less_result.growth() + less_left.growth()
-        remains += found_bytes
-        keeps_output = -less_result.growth() < output
-        ways[way] = Way(
-            held_bytes=max(0, remains - (output if keeps_output else 0)),
-            first_bytes=record.peak() + noted,
-            backward_bytes=remains + back.peak(start, last),
-            seconds=max(0.0, seconds[way] - seconds[KEPT]),
-            again_seconds=max(seconds[FORWARD], seconds[_AGAIN.get(way, way)] - seconds[KEPT]),
-            keeps_input=-less_state.growth() < input_bytes,
-            keeps_output=keeps_output,
-            dropped=way in (DROPPED, DROPPED_LEAN),
-        )
-        if way == DROPPED:  # before it reads anything saved, which an addition does not
-            begun = [*back.sizes, RERUN_BYTES].index(RERUN_BYTES)
-            waits = int(back.sizes[:begun].sum()) - noted if begun < len(back.sizes) else 0
-    turned = ways[TURNED].backward_bytes - ways[KEPT].backward_bytes
-    return CallSizes(
-        input_bytes=input_bytes,
-        output_bytes=output,
-        forward_bytes=phases[1].peak() + noted + _MARK_BYTES,
-        forward_seconds=seconds[FORWARD],
-        ways=tuple(ways[way] for way in (KEPT, LEAN, DROPPED, DROPPED_LEAN)),
-        noted_bytes=noted,
-        left_bytes=call.unit.surroundings.left_bytes,
-        reorders_gradient=tuple(call.reorders_gradient),
-        reorder_bytes=max(0, turned),
-        aliases_input=call.aliases_input,
-        handed_bytes=call.handed,
-        gradient_bytes=max(waits, call.gradient_bytes) + _MARK_BYTES,
-        gradient_slack_bytes=call.apart,
-        packed_bytes=call.packed,
-        ordinary_seconds=seconds[ORDINARY],
-    )

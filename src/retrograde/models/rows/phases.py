@@ -29,15 +29,19 @@ from retrograde.models.rows.rerun import DROPPED, DROPPED_LEAN, KEPT, LEAN, Reco
 from retrograde.models.rows.rest_of_model import filling
 from retrograde.models.rows.running_plan import RunningPlan
 from retrograde.models.rows.trials import Leave
-from retrograde.plan.calls import Part
+from retrograde.plan.calls import CallSizes, Part, Way
 from retrograde.replay.fingerprints import fingerprints
 from retrograde.replay.surroundings import muted_hooks
+from retrograde.replay.switches import cached_casts, caches_casts
 from retrograde.run.core import unsaved
+from retrograde.sizes.allocations import Phase
 from retrograde.torch_private import gradients_of
 
 Weights = frozenset[Tensor]
 TURNED = -1  # a way: kept, with a turned gradient
 RERUN_BYTES = 1013  # that no other tensor has
+_MARK_BYTES = 8  # one number, which tells a generator's position before and after a run
+_AGAIN = {KEPT: DROPPED, LEAN: DROPPED_LEAN}  # ways of which both reruns are alike
 FORWARD = -2  # a way: run without a graph
 ORDINARY = -3  # kept, without what a plan does around the call
 #: The order of measuring. What the others are compared with comes last, when all kernels were used.
@@ -80,9 +84,18 @@ class Phases:
         self.aliases_input = False
         self.own_seconds = 0.0  # of the call itself, without what a plan does around it
         self.handed = self.apart = self.gradient_bytes = self.packed = 0
+        is_shared = caches_casts(self.device) and not tied.isdisjoint(unit.reads)
+        self.casts = ExitStack() if is_shared else None  # where autocast keeps those of weights
 
-    def begin(self, way: int = KEPT) -> None:
+    def begin(self, way: int = FORWARD) -> None:
         self.way, around = way, self.unit.surroundings
+        if way != FORWARD and self.casts is not None:  # those of tied weights are made once
+            self.casts.enter_context(cached_casts(self.device))
+            self.state = [*self.given]
+            with torch.enable_grad():
+                args, kwargs, _ = self._arguments()
+                do_most(self.unit, *args, **kwargs)
+            del args, kwargs  # BUDGET: before the call is measured
         around.restore(self.begun)
         for slot in around.moving:  # in memory that a call before left, which this may let go
             slot.write(pytree.tree_map_only(Tensor, _copied, slot.read()))
@@ -108,7 +121,8 @@ class Phases:
             args, kwargs, wanted = self._arguments()
             self.edges = [get_gradient_edge(t) for t in wanted]
             wanted.clear()
-            row, entered = RunningPlan((Part(0, 1, max(self.way, KEPT)),)), Arguments(args, kwargs)
+            row = RunningPlan((Part(0, 1, max(self.way, KEPT)),), self.tied)
+            entered = Arguments(args, kwargs)
             unit = replace(self.unit, forward=self._again, reruns=self.reruns)
             made = [t for t, n in zip(entered.leaves, self.places, strict=True) if n is not None]
             forward, made = partial(self._timed, do_most, self.unit), [] if self.first else made
@@ -182,6 +196,8 @@ class Phases:
         self.unit.reruns.ends_early = self.reruns.ends_early
 
     def clear(self) -> None:
+        if self.casts is not None:
+            self.casts.close()
         self.result, self.state, self.root, self.edges, self.for_caller = None, [], [], [], []
 
 
@@ -207,6 +223,55 @@ def phases_of(call: Phases) -> tuple[list[Callable[[], None]], dict[int, float]]
             lambda: call.state.clear(), clocked(way, call.backpropagate), call.clear,
         ]  # fmt: skip
     return phases, taken
+
+
+def sizes_of(call: Phases, phases: Sequence[Phase], seconds: dict[int, float]) -> CallSizes:
+    """Return what the phases of a call showed."""
+    around, on_gpu = call.unit.surroundings, call.device.type == "cuda"
+    noted, found_bytes = (  # also held while it runs again; what the call found in attributes
+        sum(t.nbytes for t in tensors_in(values) if t.is_cuda == on_gpu)
+        for values in ([*around.capture()], [slot.read() for slot in around.moving])
+    )
+    input_bytes, output = phases[0].growth() - found_bytes, -phases[2].growth()
+    ways, waits = {}, 0
+    for k, way in enumerate(ORDER):
+        start = 6 + 7 * k
+        record, less_result, less_left, less_state, back = phases[start : start + 5]
+        last = start + 5  # what is released then is the caller's
+        remains = record.growth(before=last) + less_result.growth() + less_left.growth()
+        remains += found_bytes
+        keeps_output = -less_result.growth() < output
+        ways[way] = Way(
+            held_bytes=max(0, remains - (output if keeps_output else 0)),
+            first_bytes=record.peak() + noted,
+            backward_bytes=remains + back.peak(start, last),
+            seconds=max(0.0, seconds[way] - seconds[KEPT]),
+            again_seconds=max(seconds[FORWARD], seconds[_AGAIN.get(way, way)] - seconds[KEPT]),
+            keeps_input=-less_state.growth() < input_bytes,
+            keeps_output=keeps_output,
+            dropped=way in (DROPPED, DROPPED_LEAN),
+        )
+        if way == DROPPED:  # before it reads anything saved, which an addition does not
+            begun = [*back.sizes, RERUN_BYTES].index(RERUN_BYTES)
+            waits = int(back.sizes[:begun].sum()) - noted if begun < len(back.sizes) else 0
+    turned = ways[TURNED].backward_bytes - ways[KEPT].backward_bytes
+    return CallSizes(
+        input_bytes=input_bytes,
+        output_bytes=output,
+        forward_bytes=phases[1].peak() + noted + _MARK_BYTES,
+        forward_seconds=seconds[FORWARD],
+        ways=tuple(ways[way] for way in (KEPT, LEAN, DROPPED, DROPPED_LEAN)),
+        noted_bytes=noted,
+        left_bytes=call.unit.surroundings.left_bytes,
+        reorders_gradient=tuple(call.reorders_gradient),
+        reorder_bytes=max(0, turned),
+        aliases_input=call.aliases_input,
+        handed_bytes=call.handed,
+        gradient_bytes=max(waits, call.gradient_bytes) + _MARK_BYTES,
+        gradient_slack_bytes=call.apart,
+        packed_bytes=call.packed,
+        ordinary_seconds=seconds[ORDINARY],
+    )
 
 
 def _copied(t: Tensor) -> Tensor:
