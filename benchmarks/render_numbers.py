@@ -372,11 +372,12 @@ def rollouts() -> str:
         for by in ("budget", "unroll"):
             cells = []
             for share in ("50%", "20%", "10%", "5%", "least", "steps", "layers", "both"):
+                if share == "least":
+                    cells.append(f"{row['share'][f'{by} least']:.1%}")
+                    continue
                 ratio = row["ratio"].get(f"{by} {share}")
                 told = "refused" if ratio is None else f"{ratio:.2f}"
-                if share == "least":
-                    told += f" ({row['share'][f'{by} least']:.1%})"
-                elif share in row["ratio"]:
+                if share in row["ratio"]:
                     told += f", {row['ratio'][share]:.2f} ({row['share'][share]:.0%})"
                 cells.append(told)
             whole = f"{time(row['plain_ms'])}, {size(row['plain_bytes'])}"
