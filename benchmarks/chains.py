@@ -292,10 +292,9 @@ def rollouts(run: Run) -> None:
     """Claim: rollouts of whole models take less time within a budget than in ``checkpoint``.
 
     Each runs as it is, with ``torch.utils.checkpoint`` around its steps, its layers, and both, by
-    ``rg.budget`` and by ``rg.unroll``: within shares of what it takes as it is, its least, and the
-    very bytes that each checkpointing takes. All take turns in one process. The table has measured
-    peaks, and medians of the ratio to the plain iteration of the same round. Gradients are compared
-    bit for bit.
+    ``rg.budget`` and by ``rg.unroll``: within shares of what it takes as it is, and the very bytes
+    of each checkpointing. All take turns in one process. The table has measured peaks, and medians
+    of the ratio to the plain iteration of the same round. Gradients are compared bit for bit.
     """
     one = partial(rollout, rounds=run.rounds)
     run.write(rounds=run.rounds, rows=run.rows(ROLLOUTS.keys(), one, "plain_ms", "share", "ratio"))
