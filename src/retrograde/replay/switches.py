@@ -96,16 +96,6 @@ def autocast_as_now(device: torch.device) -> torch.autocast:
     return torch.autocast(device.type, **_casts(device))
 
 
-def caches_casts(device: torch.device) -> bool:
-    """Return whether autocast keeps the casts of weights until its context ends."""
-    return torch.is_autocast_enabled(device.type) and torch.is_autocast_cache_enabled()
-
-
-def cached_casts(device: torch.device) -> torch.autocast:
-    """Return a context that sets autocast as it is at this moment, with its weight cache on."""
-    return torch.autocast(device.type, **(_casts(device) | {"cache_enabled": True}))
-
-
 def _casts(device: torch.device) -> dict[str, Any]:
     is_on, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
     return {"enabled": is_on, "dtype": dtype, "cache_enabled": False}

@@ -47,7 +47,6 @@ from retrograde.plan.calls import (
     peak_of,
     seconds_of,
 )
-from retrograde.replay.switches import caches_casts
 from retrograde.run.core import raise_again
 from retrograde.run.transforms import is_unreal, refuse_sharded, refuse_transforms
 from retrograde.sizes.allocations import Phase, measure_phases
@@ -131,18 +130,6 @@ class PassMeasurements:
         return len(self.sizes) == len(self.active)
 
     @property
-    def tied_weights(self) -> set[Tensor]:
-        """The weights that other calls have too."""
-        return {p for unit in self.units for p in unit.reads if p in self.tied}
-
-    @property
-    def cast_bytes(self) -> int:
-        """What casts of these take, which are made once in an autocast context."""
-        device = self.units[0].surroundings.device
-        size = torch.get_autocast_dtype(device.type).itemsize * caches_casts(device)
-        return sum(p.numel() * size for p in self.tied_weights if p.dtype == torch.float32)
-
-    @property
     def ordinary_bytes(self) -> int:
         return peak_of(self.sizes, kept_whole(self.sizes))
 
@@ -190,13 +177,11 @@ class PassMeasurements:
         sizes, later, replaced = list[list[CallSizes]](), Counter[Tensor](), set[Any]()
         for kind in reversed(kinds):
             less, row = sum(p.nbytes for p in kind.tied if later[p] > 1), list[CallSizes]()
-            casts = kind.cast_bytes * (kind.tied_weights <= later.keys())
             for unit, size in zip(kind.units, kind.sizes, strict=True):
                 names = by_name(unit.surroundings.changing).keys()
                 left = size.left_bytes - unit.surroundings.left_bytes * (names <= replaced)
                 row.append(replace(size.held_back(-less), left_bytes=left))
                 replaced |= names
-            row[0] = replace(row[0], left_bytes=row[0].left_bytes - casts)
             sizes.insert(0, row)
             later.update({p for unit in kind.units for p in unit.reads if p.requires_grad})
         units = [unit for kind in kinds for unit in kind.units]
@@ -215,8 +200,6 @@ class PassMeasurements:
             size = size.first_beside(sum(outputs[i] for i in there))
             size = size.beside(outputs[k + 1] if k + 1 in self.kept else 0)
             self.sizes[k] = size
-        start = self.sizes[0]  # autocast keeps the casts of tied weights
-        self.sizes[0] = replace(start, left_bytes=start.left_bytes + self.cast_bytes)
         if 0 in self.kept:
             self.sizes[0] = replace(self.sizes[0].beside(outputs[0]), input_bytes=0)
 

@@ -32,7 +32,6 @@ from retrograde.models.rows.trials import Leave
 from retrograde.plan.calls import CallSizes, Part, Way
 from retrograde.replay.fingerprints import fingerprints
 from retrograde.replay.surroundings import muted_hooks
-from retrograde.replay.switches import cached_casts, caches_casts
 from retrograde.run.core import unsaved
 from retrograde.sizes.allocations import Phase
 from retrograde.torch_private import gradients_of
@@ -84,18 +83,9 @@ class Phases:
         self.aliases_input = False
         self.own_seconds = 0.0  # of the call itself, without what a plan does around it
         self.handed = self.apart = self.gradient_bytes = self.packed = 0
-        is_shared = caches_casts(self.device) and not tied.isdisjoint(unit.reads)
-        self.casts = ExitStack() if is_shared else None  # where autocast keeps those of weights
 
-    def begin(self, way: int = FORWARD) -> None:
+    def begin(self, way: int = KEPT) -> None:
         self.way, around = way, self.unit.surroundings
-        if way != FORWARD and self.casts is not None:  # those of tied weights are made once
-            self.casts.enter_context(cached_casts(self.device))
-            self.state = [*self.given]
-            with torch.enable_grad():
-                args, kwargs, _ = self._arguments()
-                do_most(self.unit, *args, **kwargs)
-            del args, kwargs  # BUDGET: before the call is measured
         around.restore(self.begun)
         for slot in around.moving:  # in memory that a call before left, which this may let go
             slot.write(pytree.tree_map_only(Tensor, _copied, slot.read()))
@@ -121,8 +111,7 @@ class Phases:
             args, kwargs, wanted = self._arguments()
             self.edges = [get_gradient_edge(t) for t in wanted]
             wanted.clear()
-            row = RunningPlan((Part(0, 1, max(self.way, KEPT)),), self.tied)
-            entered = Arguments(args, kwargs)
+            row, entered = RunningPlan((Part(0, 1, max(self.way, KEPT)),)), Arguments(args, kwargs)
             unit = replace(self.unit, forward=self._again, reruns=self.reruns)
             made = [t for t, n in zip(entered.leaves, self.places, strict=True) if n is not None]
             forward, made = partial(self._timed, do_most, self.unit), [] if self.first else made
@@ -196,8 +185,6 @@ class Phases:
         self.unit.reruns.ends_early = self.reruns.ends_early
 
     def clear(self) -> None:
-        if self.casts is not None:
-            self.casts.close()
         self.result, self.state, self.root, self.edges, self.for_caller = None, [], [], [], []
 
 

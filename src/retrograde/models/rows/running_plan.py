@@ -27,7 +27,7 @@ from retrograde.models.rows.rerun import (
     State,
 )
 from retrograde.plan.calls import Part
-from retrograde.replay.switches import autocast_as_now, caches_casts, cast_context
+from retrograde.replay.switches import autocast_as_now, cast_context
 from retrograde.replay.trees import Tensors
 from retrograde.torch_private import after_backward, backward_pass
 
@@ -90,7 +90,7 @@ class RunningPlan:
         apart = torch.is_autocast_enabled(device.type) and self.tied.isdisjoint(unit.reads)
         apart = apart and not unit.shares_casts
         casts = autocast_as_now(device) if apart else nullcontext()
-        once, call = apart and unit.has_weights and caches_casts(device), None
+        once, call = apart and unit.has_weights and torch.is_autocast_cache_enabled(), None
         if once:
             self._refuse_second(unit)
         if way in (DROPPED, DROPPED_LEAN):
