@@ -114,8 +114,16 @@ def _nan_equal(a, b):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("turn", [0, 3])
+@pytest.mark.parametrize(
+    ("turn", "dtype"),
+    [
+        (0, torch.float32),
+        (3, torch.bfloat16),
+        pytest.param(0, torch.bfloat16, marks=pytest.mark.slow),
+        pytest.param(3, torch.float32, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("part", range(_PARTS))
 def test_every_operation_of_torch(op_db, turn, dtype, part):
     kinds = itertools.cycle([*_CHEAP.values()])

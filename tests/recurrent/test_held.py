@@ -96,7 +96,7 @@ def run_by(means, case):
     return "in place" if means == "in place" else "loops", (means,) * case.net.num_layers
 
 
-@pytest.mark.quick(2, every=331)
+@pytest.mark.quick(2, every=120)
 @EVERY_KIND
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("chunk", [None, 3], ids=["sequential", "scan"])
