@@ -104,11 +104,15 @@ def test_steps_through_layers_with_states(share, casts):
         assert true - beside <= division.ordinary_bytes <= true + of_weights
     assert division.minimum_bytes < 0.9 * division.ordinary_bytes
     row = model.layers[1].__dict__["forward"].places[0][0]
-    known = len(row.plans.kinds)
+    known = {**row.plans.kinds._found}
+    for kind in (entry.result for entry in known.values()):
+        for unit, size in zip(kind.units, kind.raw, strict=True):
+            held = [way.held_bytes for way in size.ways if way.dropped]
+            assert not unit.surroundings.moving or min(held) >= size.noted_bytes
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert same(steps_of(model, x, casts=casts), expected)
-    assert len(row.plans.kinds) == known
+    assert row.plans.kinds._found.keys() == known.keys()
     allowed = division.total_bytes + division.elsewhere_bytes + beside
     assert rg.measure(lambda: steps_of(model, x, 1, casts)).working_bytes <= allowed
 
