@@ -80,8 +80,8 @@ def run_model(model: nn.Module, sample: object) -> Any:
         if t.layout is torch.strided and t.numel() and not t.untyped_storage().nbytes():
             raise NotExactError(
                 f"the model released the memory of its sample, a tensor {tuple(t.shape)}, as "
-                "reversible layers do: expected one that it can be called with several times; have "
-                "it keep its input (torch_geometric: disable=True), or leave it without a budget"
+                "reversible layers do: expected a model that can be called on it several times; "
+                "have it keep its input (torch_geometric: disable=True), or leave it without a budget"
             )
     arguments = Arguments((sample,))
     (sample,), _ = unflatten(arguments.leaves, arguments.spec)

@@ -19,17 +19,8 @@ from torch.nn.parameter import is_lazy
 from retrograde.errors import BudgetError, NotExactError
 from retrograde.machine import MEASURING, tell
 from retrograde.models.rows.arguments import Arguments, ResultBytes, packed, tensors_in
-from retrograde.models.rows.phases import (
-    WHOLE,
-    Phases,
-    Weights,
-    phases_of,
-    sizes_of,
-)
-from retrograde.models.rows.rerun import (
-    Recomputable,
-    RecomputedCall,
-)
+from retrograde.models.rows.phases import WHOLE, Phases, Weights, phases_of, sizes_of
+from retrograde.models.rows.rerun import Recomputable, RecomputedCall
 from retrograde.models.rows.trials import (
     architecture_key,
     by_name,
