@@ -81,7 +81,7 @@ def run_model(model: nn.Module, sample: object) -> Any:
             raise NotExactError(
                 f"the model released the memory of its sample, a tensor {tuple(t.shape)}, as "
                 "reversible layers do: expected a model that can be called on it several times; "
-                "have it keep its input (torch_geometric: disable=True), or leave it without a budget"
+                "have it keep its input (torch_geometric: disable=True), or give it no budget"
             )
     arguments = Arguments((sample,))
     (sample,), _ = unflatten(arguments.leaves, arguments.spec)
