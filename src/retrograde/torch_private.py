@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C import _autograd, _functorch, _TorchDispatchModeKey
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch._C._profiler import (
     ProfilerActivity,
     ProfilerConfig,
@@ -58,6 +59,8 @@ dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 #: Whether a transform of ``torch.func``, or the tracer, runs.
 top_transform: Callable[[], Any] = _functorch.peek_interpreter_stack
 is_tracing: Callable[[], bool] = torch._C._is_tracing
+#: What ``torch.compile`` does with the frames of this thread; None where it follows none.
+compiler_callback: Callable[[], Any] = get_eval_frame_callback
 #: Where all of torch's switches are, ``_get_…`` beside ``_set_…``, which no list names.
 switches = torch._C
 #: Adds tensors to others in one call.

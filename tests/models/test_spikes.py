@@ -68,6 +68,42 @@ def test_spikes_take_a_bit_each_while_they_wait():
     assert working(ours, x) <= division.total_bytes + x.nbytes  # of the output
 
 
+class Neurons(nn.Module):
+    """Neurons over steps: each keeps a part of its potential, and loses what it fires."""
+
+    runs = 0
+
+    def forward(self, inputs):
+        Neurons.runs += 1
+        potential, spikes = 0, []
+        for x in inputs.chunk(8):
+            potential = 0.5 * potential + x
+            spikes.append(Fire.apply(potential))
+            potential = (potential - spikes[-1]).exp().log()
+        return torch.cat(spikes)
+
+
+def test_what_a_layer_makes_of_bits_goes_back_beside_bits():
+    """The spikes that a linear layer is given are bits again while the neurons after it go back."""
+    torch.manual_seed(0)
+    ours, plain = (
+        nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(WIDTH, WIDTH), Neurons())))
+        for _ in range(2)
+    )
+    plain.load_state_dict(ours.state_dict())
+    x = (torch.rand(ROWS, WIDTH) > 0.5).float()
+    with pytest.raises(rg.BudgetError) as refused:
+        rg.budget(ours, 1, x)
+    budget = refused.value.minimum_bytes + x.nbytes // 4
+    division = rg.budget(ours, budget, x)
+    step(ours, x)
+    Neurons.runs = 0
+    ours_are = step(ours, x)
+    assert Neurons.runs <= 12  # each once more
+    assert all(map(torch.equal, ours_are, step(plain, x)))
+    assert working(ours, x) <= division.total_bytes + x.nbytes
+
+
 @pytest.mark.parametrize("kind", [rg.budget, rg.Sequential])
 def test_other_numbers_than_the_samples_are_told_once_and_then_planned(kind):
     ours, plain, x = nets()

@@ -96,7 +96,7 @@ def measured(
         result, follows = spare or (None, None)
         if size < len(layers):
             value, result = _result(tried, value) if result is None else result, follows
-            made = made_by(value, arguments.leaves)
+            made = made_by(value, arguments.tensors)
         layers, tried = layers[size:], after
     measurements.settle()
     return measurements

@@ -220,7 +220,7 @@ class Sequential(nn.Sequential):
             with measurements.watched(number, [self], arguments, made if number else None) as grew:
                 value, before = row.run(number, unit, unit.forward, arguments, made, before)
                 grew += [unit.name] * measurements.is_whole(number, before, made)
-            made = made_by(value, arguments.leaves if unit.fill is None else ())
+            made = made_by(value, arguments.tensors if unit.fill is None else ())
             grown += grew
         if grown and (need := peak_of(measurements.sizes, plan)) > allowed:
             warnings.warn(larger(grown[0], need, allowed, measurements), stacklevel=4)

@@ -111,15 +111,15 @@ class _Moves:
             yield at, taken, max(first_peak, base + way.backward_bytes, taken + behind)
 
     def groups(self, i: int, k: int, is_held: int) -> tuple[_Ints, _Ints, int, NDArray[np.float64]]:
-        """Return the ends of groups that begin with call i, what they hold, what they take more
-        while they run again, and least peaks."""
+        """Return the ends of groups that begin with call i, what they hold, what an input of bits
+        takes more, and least peaks."""
         outer, last = k == len(self.calls), min(k, self.until[i] + 1)
         js = np.arange(i + 2, last if self.kinds.inputs or is_held else 0)
         waits = 0 if outer else self.calls[k - 1].gradient_bytes
         base, more = self.calls[i].group_bytes(is_held)
         taken = base + (self.noted[js] - self.noted[i]) * outer
         cells = self.cell(i, js)
-        inside = more + np.maximum(waits + self.runs[cells], self.least[1, cells])
+        inside = np.maximum(waits + more + self.runs[cells], self.least[int(not more), cells])
         return js, taken, more, taken + np.maximum(inside, self.least[0, self.cell(js, k)])
 
 
@@ -185,9 +185,10 @@ class _Fastest:
         low = np.where(np.isfinite(low), low, high)
         return low + (room / self.size - level) * (high - low)
 
-    def plan(self, i: int, k: int, room: int) -> tuple[Part, ...]:
-        """Return a plan for calls i … k − 1 within ``room`` bytes, the input of call i aside."""
-        parts, is_held, outer = [], 1, k == len(self.calls)
+    def plan(self, i: int, k: int, room: int, is_held: int = 1) -> tuple[Part, ...]:
+        """Return a plan for calls i … k − 1 within ``room`` bytes. The input of call i is among
+        them, unless it is held already."""
+        parts, outer = [], k == len(self.calls)
         run = self.moves.seconds
         while i < k:
             call = self.calls[i]
@@ -202,14 +203,14 @@ class _Fastest:
             js, group_bytes, extra, peaks = self.moves.groups(i, k, is_held)
             js, group_bytes = js[peaks <= room], group_bytes[peaks <= room]
             if len(js):
-                totals = self.seconds(i, js, True, room - group_bytes - extra)
+                totals = self.seconds(i, js, not extra, room - group_bytes)
                 totals += self.seconds(js, k, False, room - group_bytes)
                 totals += 0 if outer else run[js] - run[i]
                 best = totals.argmin()
                 options.append((totals[best], int(js[best]), -1, int(group_bytes[best])))
             _, stop, way, taken = min(options)
             room -= taken
-            inside = self.plan(i, stop, room - extra) if way < 0 else ()
+            inside = self.plan(i, stop, room, int(not extra)) if way < 0 else ()
             parts.append(Part(i, stop, max(way, 0), inside))
             i, is_held = stop, int(way >= 0 and call.ways[way].keeps_output)
         return tuple(parts)

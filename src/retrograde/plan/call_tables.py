@@ -37,11 +37,11 @@ def fill(
     The first index says whether the input is held already. ``after``, ``first`` and ``back``, of
     shape (2, calls, ways), are what a way holds, and its peaks. ``more`` (3, calls, ways) are the
     seconds of a way outside groups, in one, and at its end. ``keeps`` and ``dropped`` are flags.
-    ``base`` (2, calls) is what a group holds of its first input, and ``extra`` what it takes more
-    when it runs again. ``forward`` and ``noted`` are sums over the calls before. ``runs`` (ranges)
-    are peaks of running calls in turn. ``until`` is the last end of a group, and ``start`` the
-    first call of the ranges with an end. Calls i … k − 1 are range ``offset[k] + i``. ``waits`` is
-    the gradient at each call's end. ``inputs`` and ``tapes`` are those of
+    ``base`` (2, calls) is what a group holds of its first input, and ``extra`` what that takes more
+    where it is held as bits. ``forward`` and ``noted`` are sums over the calls before. ``runs``
+    (ranges) are peaks of running calls in turn. ``until`` is the last end of a group, and ``start``
+    the first call of the ranges with an end. Calls i … k − 1 are range ``offset[k] + i``. ``waits``
+    is the gradient at each call's end. ``inputs`` and ``tapes`` are those of
     :class:`~retrograde.plan.call_planner.MayKeep`.
     """
     _, count, ways = more.shape
@@ -55,12 +55,11 @@ def fill(
             group[:] = np.inf
             for j in range(i + 2, min(k, until[i] + 1)):
                 shift = noted[j] - noted[i] if outer else 0
-                inner = shift + extra[i]
-                need = inner + runs[offset[j] + i] + wait
+                need = shift + extra[i] + runs[offset[j] + i] + wait
                 seconds = np.float32(0.0 if outer else forward[j] - forward[i])
-                left, right = best[1, offset[j] + i], best[0, offset[k] + j]
+                left, right = best[int(extra[i] == 0), offset[j] + i], best[0, offset[k] + j]
                 for m in range(max(0, need), levels):
-                    group[m] = min(group[m], seconds + left[m - inner] + right[m - shift])
+                    group[m] = min(group[m], seconds + left[m - shift] + right[m - shift])
             for held in range(2):
                 row = best[held, here]
                 row[:] = np.inf

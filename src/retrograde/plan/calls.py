@@ -52,8 +52,8 @@ class CallSizes:
     starts_row: bool = False
 
     def group_bytes(self, is_held: bool | int) -> tuple[int, int]:
-        """Return what a group holds of its first input, and what it takes more while it runs
-        again."""
+        """Return what a group holds of its first input, and what it takes more while that is no
+        longer held as bits."""
         new_bytes = 0 if is_held else self.input_bytes
         return (self.packed_bytes, self.input_bytes) if self.packed_bytes else (new_bytes, 0)
 
@@ -139,7 +139,7 @@ def peak_of(calls: Sequence[CallSizes], parts: Sequence[Part], *, grouped: bool 
         if part.parts:
             inside = peak_of(calls, part.parts, grouped=True)
             more = calls[part.start].group_bytes(False)[1]
-            most = base + more + max(waits + _runs(calls[part.start : part.stop]), inside)
+            most = base + max(waits + more + _runs(calls[part.start : part.stop]), inside)
         elif part is parts[-1] and grouped and way.dropped:
             most = base + way.backward_bytes
         else:
@@ -158,7 +158,8 @@ def _held(
 ) -> tuple[list[tuple[int, int]], int]:
     """Return what is held while each part runs forward, with its input, and while it goes back.
     The second is what is held at the end."""
-    by_part, held, is_held = [], 0, True  # whether the input of a part is held already
+    is_held = not (grouped and calls[parts[0].start].packed_bytes)  # whether a part's input is
+    by_part, held = [], 0
     for part in parts:
         call, way = calls[part.start], calls[part.start].ways[part.way]
         before = held + (0 if is_held else call.input_bytes)

@@ -14,7 +14,7 @@ from the cell. Large captured tensors stay as a refused call left them.
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any, TypeVar
@@ -230,7 +230,7 @@ class Values:
 
 def copy_back(tensors: Sequence[Tensor], copies: Iterable[Tensor]) -> None:
     """Write copies into tensors, whose versions stay: an earlier graph may hold them."""
-    with torch.no_grad():
+    with torch.no_grad() if tensors else nullcontext():
         for t, copy in zip(tensors, copies, strict=False):
             with _unsafe_preserve_version_counter(t):
                 t.copy_(copy)

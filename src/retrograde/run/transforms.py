@@ -19,6 +19,7 @@ from torch.nn.modules import module as of_modules
 
 from retrograde.errors import RetrogradeError
 from retrograde.torch_private import (
+    compiler_callback,
     has_no_memory,
     is_batched,
     is_tracing,
@@ -76,8 +77,8 @@ def uncompiled(fn: F) -> F:
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if "torch._dynamo" not in sys.modules:  # nothing compiles, and loading it takes a second
-            return fn(*args, **kwargs)
+        if not torch.compiler.is_compiling() and compiler_callback() is None:
+            return fn(*args, **kwargs)  # nothing compiles, and loading it takes a second
         if not disabled:
             disabled.append(torch.compiler.disable(fn))
         return disabled[0](*args, **kwargs)

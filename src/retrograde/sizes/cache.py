@@ -64,6 +64,11 @@ class LRUCache(Generic[T]):
     def __len__(self) -> int:
         return len(self._found)
 
+    def known(self, key: Hashable) -> T | None:
+        """Return the result for a key, or None if it is not known."""
+        cached = self._look_up(key)
+        return None if cached is None else cached.result
+
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._most,)  # measurements of this process are useless elsewhere
 

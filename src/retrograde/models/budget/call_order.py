@@ -110,7 +110,7 @@ def noted(model: nn.Module) -> Iterator[ModuleCall]:
         named: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
         by_slot = {slot: {number(t, begun) for t in tensors_in(value)} for slot, value in named}
         call.given = {slot: numbers for slot, numbers in by_slot.items() if numbers}
-        made = made_by(result, (args, kwargs))
+        made = made_by(result, tensors_in((args, kwargs)))
         is_outermost = call.checkpoints and not stack[-1][0].checkpoints
         call.checkpoints |= any(inner.checkpoints for inner in call.inside)
         if call.checkpoints:

@@ -102,12 +102,14 @@ class Arguments:
                 self.leaves, self.spec = values, (self.spec, objects)
             except TypeError as error:
                 self.uncopied = str(error)
+        self.tensors = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
 
     @property
     def state(self) -> Any:
         """The state, or None if there is no such argument."""
-        by_slot: Any = dict(enumerate(self.args)) if isinstance(self.slot, int) else self.kwargs
-        return by_slot.get(self.slot)
+        if isinstance(self.slot, int):
+            return self.args[self.slot] if self.slot < len(self.args) else None
+        return self.kwargs.get(self.slot)
 
     def kind(self) -> Hashable:
         """Return their key: the structure, the tensors' signatures, and the other values."""
@@ -309,7 +311,7 @@ def memory_of(tensors: Iterable[Tensor]) -> dict[int, int]:
     return {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}
 
 
-def made_by(result: object, arguments: object) -> list[Tensor | None]:
+def made_by(result: object, given: Iterable[Tensor]) -> list[Tensor | None]:
     """Return the tensors of a result; None for one that lies in memory of what was given."""
-    theirs = {t.untyped_storage().data_ptr() for t in tensors_in(arguments)}
+    theirs = {t.untyped_storage().data_ptr() for t in given}
     return [t if t.untyped_storage().data_ptr() not in theirs else None for t in tensors_in(result)]

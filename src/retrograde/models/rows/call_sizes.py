@@ -6,7 +6,7 @@ of its parameters. It leaves no trace.
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -59,11 +59,16 @@ class PassMeasurements:
     units: list[Recomputable] = field(default_factory=list)
     sizes: list[CallSizes] = field(default_factory=list)
     plans: dict[int, tuple[Part, ...]] = field(default_factory=dict)  # by budget
+    rows: dict[tuple[int, int], tuple[Part, ...]] = field(default_factory=dict)  # and by row
     tied: Weights = frozenset()  # the weights that several calls have
     kept: set[int] = field(default_factory=set)  # the states that the model keeps for later
     lingers: set[tuple[int, int]] = field(default_factory=set)  # calls, and states still there
     raw: list[CallSizes] = field(default_factory=list)
     most: dict[int, int] = field(default_factory=dict)  # bytes that calls made, if data decide them
+
+    def may_grow(self, at: int) -> bool:
+        """Return whether the sizes of a call may depend on data."""
+        return at in self.most or any(size.packed_bytes for size in self.raw[at : at + 1])
 
     @contextmanager
     def watched(
@@ -88,6 +93,7 @@ class PassMeasurements:
                 self.add(unit, sizes)
             self.settle()
             self.plans.clear()
+            self.rows.clear()
             vars(self).pop("least_bytes", None)
         grew[:] = [self.units[at].name]
 
@@ -137,7 +143,7 @@ class PassMeasurements:
     def is_ordinary(self, plan: tuple[Part, ...]) -> bool:
         """Return whether a plan is what runs without a budget, which fills autocast's cache."""
         casts = torch.is_autocast_enabled(self.units[0].surroundings.device.type)
-        return plan == kept_whole(self.sizes) and not casts
+        return not casts and plan == kept_whole(self.sizes)
 
     def plan(self, memory: int) -> tuple[Part, ...]:
         """Return the fastest plan within a budget. One that is too small is refused."""
@@ -146,6 +152,17 @@ class PassMeasurements:
                 raise too_small(memory, self.least_bytes, self)
             self.plans[memory] = fastest(self.sizes, memory)
         return self.plans[memory]
+
+    def plan_of_row(
+        self, memory: int, at: int, kinds: "Mapping[int, PassMeasurements]"
+    ) -> tuple[Part, ...]:
+        """Return a row's part of the plan of all rows, with numbers of its own."""
+        if (memory, at) not in self.rows:
+            start = sum(len(kind.sizes) for k, kind in kinds.items() if k < at)
+            stop, plan = start + len(kinds[at].sizes), self.plan(memory)
+            own = (part.moved(-start) for part in plan if start <= part.start < stop)
+            self.rows[memory, at] = tuple(own)
+        return self.rows[memory, at]
 
     def late_plan(self, room: int) -> tuple[Part, ...]:
         """Return the plan of a pass that was measured while it ran, as one group."""
@@ -245,18 +262,22 @@ class Plans:
         The result is None if there is nothing to backpropagate, or no memory to measure."""
         modules = parts_of(layers)
         tensors = tensors_of(modules)
-        used = (*tensors_in(arguments.state), *tensors)
-        if is_unreal(used) or not any(t.requires_grad for t in used):
+        state = tensors_in(arguments.state)
+        if is_unreal(state):
+            return None
+        refuse_transforms(used := (*state, *tensors))
+        moved = {id(slot.read()) for slot in self.changing.values()}  # others in the next call
+        key = arguments.kind(), options_key(modules, tensors, moved), tuple(map(id, layers))
+        if (known := self.kinds.known(key)) is not None:
+            return known
+        if is_unreal(tensors) or not any(t.requires_grad for t in used):
             return None
         if any(map(is_lazy, tensors)):
             raise NotExactError(
                 "the layers have parameters without a shape yet: expected all of them; call the "
                 "lazy model once before, with memory=None"
             )
-        refuse_transforms(used)
         refuse_sharded(modules, used)
-        moved = {id(slot.read()) for slot in self.changing.values()}  # others in the next call
-        key = arguments.kind(), options_key(modules, tensors, moved), tuple(map(id, layers))
         stay = (t for t in tensors if id(t) not in moved)
         return self.kinds.get(key, find, (*modules, *stay))
 

@@ -7,7 +7,6 @@ all of them.
 
 import threading
 import warnings
-from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from retrograde.models.rows.arguments import Arguments, tensors_in
+from retrograde.models.rows.arguments import Arguments
 from retrograde.models.rows.call_sizes import PassMeasurements, larger, too_small
 from retrograde.models.rows.rerun import RecomputedCall
 from retrograde.models.rows.running_plan import RunningPlan, Waiting
@@ -42,7 +41,7 @@ class Pass:
 
     def made_of(self, arguments: Arguments) -> list[Tensor | None]:
         """Return what the call before made and this one is given, each in its place."""
-        by_address = {where(t): t for t in tensors_in(arguments.leaves)}
+        by_address = {where(t): t for t in arguments.tensors}
         return [by_address.get(at) for at in self.made]
 
 
@@ -56,13 +55,17 @@ class Handed:
     def __reduce__(self) -> Any:
         return Handed, ()
 
-    def on(self, now: Pass, tensors: Iterable[Tensor]) -> None:
-        """Let a pass wait for some tensors. Others that ended early are forgotten with theirs."""
+    def on(self, now: Pass, tensors: Iterable[Tensor | None]) -> list[Hashable]:
+        """Let a pass wait for some tensors, and return where they lie. Others that ended early are
+        forgotten with theirs."""
         for at, (waiting, _, storage) in [*self._found.items()]:
             if waiting is now or storage.expired():
                 self._found.pop(at, None)
-        for t in tensors:
-            self._found[where(t)] = now, version(t), StorageWeakRef(t.untyped_storage())
+        places = [None if t is None else where(t) for t in tensors]
+        for at, t in zip(places, tensors, strict=True):
+            if t is not None:
+                self._found[at] = now, version(t), StorageWeakRef(t.untyped_storage())
+        return places
 
     def to(self, tensors: Iterable[Tensor]) -> Pass | None:
         """Return the pass that waits for one of some tensors, which nobody wrote to since then."""
@@ -114,13 +117,7 @@ class JointPlan:
         kinds, whole = self._known.get(_first(now), ({}, None))
         plan, share = None, self.shares[at] if at < len(self.rows) else 0
         if whole is not None and kinds.get(at) is measurements:
-            start = sum(len(earlier.sizes) for k, earlier in kinds.items() if k < at)
-            whole_plan = whole.plan(self.memory)
-            first_part, stop_part = (
-                bisect_left(whole_plan, n, key=lambda part: part.start)
-                for n in (start, start + len(measurements.sizes))
-            )
-            plan = tuple(part.moved(-start) for part in whole_plan[first_part:stop_part])
+            plan = whole.plan_of_row(self.memory, at, kinds)
         elif whole is None and measurements.is_measured and share >= measurements.least_bytes:
             plan = measurements.plan(share)
         now[at] = measurements, plan

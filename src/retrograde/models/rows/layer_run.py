@@ -155,8 +155,10 @@ class LayerRun:
             made, at = now.made_of(arguments), now.kind.active.index(k)
             if now.calls is not None:
                 self._measure(now.kind, at, arguments, made if at else None)
-            watch = now.kind.watched(at, self.layers[k], arguments, made if at else None)
-            with watch if self.sample is None else nullcontext() as grew:
+            watch: Any = nullcontext()
+            if self.sample is None and now.kind.may_grow(at):
+                watch = now.kind.watched(at, self.layers[k], arguments, made if at else None)
+            with watch as grew:
                 if now.calls is None:
                     result = forward(*args, **kwargs)
                 else:
@@ -172,13 +174,12 @@ class LayerRun:
             now.next = number + 1
             is_own = not part and k in now.kind.active  # and has not the same tensors as before
             may_skip = is_own and now.kind.units and now.kind.units[at].fill is not None
-            outputs = made_by(result, arguments.leaves if is_own and not may_skip else ())
-            there = [y for y in outputs if y is not None]
-            self.handed.on(now, there)
+            outputs = made_by(result, arguments.tensors if is_own and not may_skip else ())
+            places = self.handed.on(now, outputs)
             if is_own:
-                now.made = [y if y is None else where(y) for y in outputs]
+                now.made = places
                 if self.sample is not None:
-                    self.sample.made.append([*map(ref, there)])
+                    self.sample.made.append([ref(y) for y in outputs if y is not None])
         elif now is not None:
             self.handed.on(now, ())
             if self.sample is None and now.kind.sizes:
@@ -252,8 +253,12 @@ class LayerRun:
 
     def _begin(self, active: list[int], arguments: Arguments) -> Pass:
         layers = [layer for modules in self.layers for layer in modules]
-        tied = frozenset(p for m, name in self.tied if (p := m._parameters.get(name)) is not None)
-        unknown = partial(PassMeasurements, active, tied=tied, kept=self.kept, lingers=self.lingers)
+
+        def unknown() -> PassMeasurements:
+            weights = (m._parameters.get(name) for m, name in self.tied)
+            tied = frozenset(p for p in weights if p is not None)
+            return PassMeasurements(active, tied=tied, kept=self.kept, lingers=self.lingers)
+
         measurements = self.plans.kind_of(layers, arguments, unknown)
         if measurements is None:
             return Pass(unknown(), None)

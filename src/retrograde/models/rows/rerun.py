@@ -131,7 +131,7 @@ class RecomputedCall:
 
     def run(self, forward: Callable[..., Any], arguments: Arguments) -> Any:
         """Run the call, or a part of it, for the first time, in the caller's graph."""
-        ours = {id(leaf) for leaf in arguments.leaves if isinstance(leaf, Tensor)}
+        ours = {*map(id, arguments.tensors)}
         hooks = saved_tensors_hooks(partial(self._drop, ours), recipes.unpack)  # type: ignore[arg-type]
         with hooks:
             result = forward(*arguments.args, **arguments.kwargs)
@@ -163,7 +163,7 @@ class RecomputedCall:
         """Return the arguments, without the graph that they came from, and their ids."""
         values = [argument.find(state, self._differs) for argument in self.given.each]
         args, kwargs, _ = self.given.enter(values)
-        return args, kwargs, {*map(id, tensors_in(Arguments(args, kwargs).leaves))}
+        return args, kwargs, {*map(id, Arguments(args, kwargs).tensors)}
 
     @contextmanager
     def _again(self) -> Iterator[None]:

@@ -89,6 +89,8 @@ class RunningPlan:
         device = unit.surroundings.device
         apart = torch.is_autocast_enabled(device.type) and self.tied.isdisjoint(unit.reads)
         apart = apart and not unit.shares_casts
+        if way == KEPT and not apart:
+            return forward(*arguments.args, **arguments.kwargs), None
         casts = autocast_as_now(device) if apart else nullcontext()
         once, call = apart and unit.has_weights and torch.is_autocast_cache_enabled(), None
         if once:

@@ -63,7 +63,7 @@ def _tried(
     fill: float | None,
 ) -> tuple[Recomputable, Tensor | None]:  # fmt: skip
     """Run a call of some layers once, with few numbers that it draws as ``fill`` says."""
-    tensors = tensors_in(arguments.leaves)
+    tensors = arguments.tensors
     versions = [version(t) for t in tensors]
     saved: list[ref[Tensor]] = []
     reruns, bytes_made, prints = Reruns(counts=False), ResultBytes(), list[Any]()
