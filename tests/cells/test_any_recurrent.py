@@ -50,7 +50,7 @@ def compared(theirs, ours, x, expected, found):
     assert_near(gradients(z, after, [x, *mine]), gradients(y, last, wanted))
 
 
-@pytest.mark.quick(4)
+@pytest.mark.quick(4, every=6)
 @pytest.mark.parametrize("asked", ASKED, ids=["none", "memory", "schedule"])
 @pytest.mark.parametrize("batch_first", [False, True])
 @pytest.mark.parametrize("kind", KINDS)

@@ -193,7 +193,7 @@ class ModuleTask:
         return total, state, [t.grad for t in self.trained]
 
 
-@pytest.mark.quick(1, every=12)
+@pytest.mark.quick(1, every=4)
 @pytest.mark.parametrize(("module", "options"), MODULES)
 @pytest.mark.parametrize("length", [1, 2, 15])
 def test_modules_run_in_ranges_and_give_torchs_gradients(module, options, length):

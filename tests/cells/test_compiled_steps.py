@@ -106,7 +106,7 @@ def test_a_first_state_that_requires_no_gradient(memory):
     assert_near(*found)
 
 
-@pytest.mark.quick(0)
+@pytest.mark.quick(0, every=1)
 @pytest.mark.parametrize("kind", [Gated, Spiking, Nested])
 def test_budgets_are_kept_and_the_least_is_named(kind):
     cell, x, state = case(kind, 163)

@@ -71,7 +71,7 @@ def several_parts():
 CELLS = [wide_inputs, wide_outputs, heavy_steps, heavy_backward_steps, several_parts]
 
 
-@pytest.mark.quick(1, every=11)
+@pytest.mark.quick(1, every=3)
 @pytest.mark.parametrize("wanted", [False, True])
 @pytest.mark.parametrize("make", CELLS)
 @pytest.mark.parametrize("length", [40, 150])

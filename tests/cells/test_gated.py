@@ -93,7 +93,7 @@ def drawn_cell(seed):
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.quick(1, every=6)
+@pytest.mark.quick(1, every=3)
 @pytest.mark.parametrize("seed", range(100))
 def test_drawn_steps_have_the_gradients_of_the_plain_loop(ranges, seed):
     cell, *shape = drawn_cell(seed)
@@ -106,7 +106,7 @@ def test_drawn_steps_have_the_gradients_of_the_plain_loop(ranges, seed):
     assert ranges[-1] == (0, len(x))
 
 
-@pytest.mark.quick(2, every=5)
+@pytest.mark.quick(2, every=3)
 @pytest.mark.parametrize("kind", [Peephole, MGU, LIF, LSTM])
 @pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
 def test_known_cells(ranges, kind, dtype):

@@ -109,7 +109,7 @@ def after(steps):
     return lambda y, state: next(count) == steps
 
 
-@pytest.mark.quick(8, every=31)
+@pytest.mark.quick(8, every=16)
 @pytest.mark.parametrize("seed", range(200))
 def test_drawn_loops_are_bitwise_the_plain_loop(seed):
     rng = random.Random(seed)

@@ -65,7 +65,7 @@ def drawn(seed):
     return cell, x, state
 
 
-@pytest.mark.quick(6, every=17)
+@pytest.mark.quick(6, every=10)
 @pytest.mark.parametrize("seed", range(40))
 def test_drawn_cells_have_the_loops_gradient_and_keep_every_budget(seed):
     cell, x, state = drawn(seed)

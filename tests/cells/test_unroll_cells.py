@@ -38,6 +38,7 @@ def budgets(case):
 
 @pytest.mark.parametrize("length", [1, 2, 63])
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.quick(1, every=30)
 def test_every_kind_of_cell_within_every_budget(name, length):
     torch.manual_seed(length)
     case = CASES[name](length)

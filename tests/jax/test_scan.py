@@ -82,7 +82,7 @@ def ways(length):
         yield {"schedule": rg.plan(length, memory, policy, **sizes)}
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, every=2)
 @pytest.mark.parametrize("length", [3, 1, 2, 53, 64])
 def test_gradients_are_those_of_lax_scan(length):
     """To rounding: which products XLA fuses depends on the processor, and on the loop's length."""
@@ -140,7 +140,7 @@ def test_no_inputs_and_no_gradient_for_some():
     assert_near(jax.grad(lambda x: gru(rj.scan, weights, h, x, memory="30%"))(xs), expected)
 
 
-@pytest.mark.quick(0)
+@pytest.mark.quick(0, every=2)
 @pytest.mark.parametrize("keyed", ["carry", "input", "closed over"])
 @pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
 def test_random_keys(keyed, make):
@@ -265,7 +265,7 @@ def compiled_bytes(loss, arguments):
     return jax.jit(loss).lower(*arguments).compile().memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.quick(0, every=8)
+@pytest.mark.quick(0, every=3)
 @pytest.mark.parametrize("seed", range(100))
 def test_the_budget_is_kept_and_the_least_is_named(seed):
     arguments, share = drawn(seed)
@@ -379,6 +379,7 @@ COLLECTIVES = {
 
 @pytest.mark.parametrize("collective", COLLECTIVES)
 @pytest.mark.parametrize("last", [True, False])
+@pytest.mark.quick(1, every=2)
 def test_collectives_over_an_axis_of_vmap(collective, last):
     """A rerun meets the same axis, though the backward pass is outside of ``vmap``."""
 

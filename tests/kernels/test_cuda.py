@@ -209,6 +209,7 @@ def test_nothing_keeps_the_weights_of_a_layer_that_is_gone(monkeypatch):
         (7, 3, 20, True, 4),  # too short for two chunks
     ],
 )
+@pytest.mark.quick(1, every=9)
 def test_scan(fences, kind, length, samples, size, loss, chunk):
     given = problem(kind, length, samples, size, loss)
     with warnings.catch_warnings():

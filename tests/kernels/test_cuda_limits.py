@@ -106,7 +106,7 @@ def assert_safe_to_write_over(reports):
         assert report["unsafe"] == [], report
 
 
-@pytest.mark.quick(0, every=4)
+@pytest.mark.quick(0, every=1)
 @pytest.mark.parametrize("architecture", CARDS)
 @pytest.mark.parametrize("size", ["20", "128"])
 def test_kernels_compile_within_a_card(architecture, size):
@@ -119,7 +119,7 @@ def test_kernels_compile_within_a_card(architecture, size):
     assert_safe_to_write_over(reports)
 
 
-@pytest.mark.quick(0, every=2)
+@pytest.mark.quick(0, every=1)
 @pytest.mark.parametrize("architecture", CARDS)
 def test_kernels_of_wide_layers_compile_within_a_card(architecture):
     reports = compiled(architecture, "256")
@@ -128,7 +128,7 @@ def test_kernels_of_wide_layers_compile_within_a_card(architecture):
     assert_safe_to_write_over(reports)
 
 
-@pytest.mark.quick(0)
+@pytest.mark.quick(0, every=1)
 @pytest.mark.parametrize("size", ["64", "20", "128"])
 def test_a_step_of_a_small_layer_waits_for_other_threads_seldom(size):
     """Latency is all that matters there: barriers, and numbers that threads exchange."""

@@ -382,7 +382,7 @@ def test_models_of_many_kinds(name, bf16):
 # Drawn graphs
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, every=4)
 @pytest.mark.parametrize("hundred", range(10))
 def test_drawn_graphs_have_the_same_bits_errors_and_memory(hundred):
     gone = 0

@@ -196,7 +196,7 @@ SMALL = {
 }
 
 
-@pytest.mark.quick(3, every=4)
+@pytest.mark.quick(3, every=3)
 @pytest.mark.parametrize("share", ["50%", "30%", "least"])
 @pytest.mark.parametrize("name", ROLLOUTS)
 def test_forecasts_samplers_and_automata(name, share):

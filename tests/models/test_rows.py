@@ -249,7 +249,7 @@ class Decoding(Forked):
         return y
 
 
-@pytest.mark.quick(3)
+@pytest.mark.quick(3, every=4)
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9])
 def test_what_a_later_row_is_given_counts_until_the_first_goes_back(share):
     """However the first row's last block is kept: by itself, or in a group."""
@@ -283,7 +283,7 @@ class Levels(nn.Module):
         return h
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, every=3)
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7])
 @pytest.mark.parametrize("skips", [(), (0,), (0, 1)])
 def test_outputs_of_rows_count_while_they_wait(skips, share):
@@ -672,7 +672,7 @@ def called(model):
     ]
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, every=4)
 @pytest.mark.parametrize("memory", ["30%", "70%", "50%", "20%", "least"])
 @pytest.mark.parametrize("inplace", [False, True])
 def test_blocks_in_a_loop_have_one_budget(memory, inplace):
@@ -1405,6 +1405,7 @@ class Drawn(nn.Module):
 
 
 @pytest.mark.parametrize("seed", range(60))
+@pytest.mark.quick(1, every=20)
 def test_models_drawn_at_random(seed):
     draw = random.Random(seed)
     theirs = Drawn(draw)
@@ -1617,6 +1618,7 @@ def looped(count):
 @pytest.mark.parametrize("rows", [16, 256])
 @pytest.mark.parametrize("share", [0, 0.5, 1])
 @pytest.mark.parametrize("make", [lambda: looped(2), lambda: looped(6), Tied], ids=["2", "6", "w"])
+@pytest.mark.quick(1, every=6)
 def test_gradients_that_several_calls_add_to_one_another_are_counted(make, share, rows):
     model = make()
     x = torch.randn(rows, 64) if isinstance(model, Chained) else torch.randint(50, (rows,))
@@ -1927,7 +1929,7 @@ def test_data_that_need_more_are_noticed_in_a_sequential(share, recwarn):
     assert not recwarn.list
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, every=4)
 @pytest.mark.parametrize("memory", ["least", "40%", "80%"])
 @pytest.mark.parametrize("change", ["new", "frozen", "assigned", "evaluated"])
 def test_a_weight_of_one_of_two_rows_is_exchanged(change, memory):
@@ -1958,6 +1960,7 @@ def test_trainers_see_the_arguments_of_a_model_and_of_its_layers():
 
 
 @pytest.mark.parametrize("number", [361, 462])
+@pytest.mark.quick(1, every=1)
 def test_drawn_models_whose_rows_wait_for_none_end_in_no_raw_error(number):
     assert read_changed(number).outcome in ("exact", "told", "refused")
 

@@ -125,6 +125,7 @@ def _nan_equal(a, b):
     ids=str,
 )
 @pytest.mark.parametrize("part", range(_PARTS))
+@pytest.mark.quick(1, every=8)
 def test_every_operation_of_torch(op_db, turn, dtype, part):
     kinds = itertools.cycle([*_CHEAP.values()])
     next(itertools.islice(kinds, turn, turn), None)  # begins at another one
@@ -146,6 +147,7 @@ def test_every_operation_of_torch(op_db, turn, dtype, part):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("part", range(_PARTS))
+@pytest.mark.quick(1, every=3)
 def test_nodes_that_hand_on_a_gradients_memory_are_known(op_db, part):
     """RestOfModel, what waits is counted by the memory that it may lie in."""
     seen = 0
@@ -229,6 +231,7 @@ _REFUSED |= {"ctc_loss"}  # it saves memory that it never writes, so reruns diff
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("part", range(2 * _PARTS))
+@pytest.mark.quick(1, every=5)
 def test_every_operation_as_a_layer(op_db, part):
     """The chain ends in a number, as one does whose last layer is a loss."""
     tried = 0

@@ -64,7 +64,7 @@ def every(calls, i, k):
                 yield (Part(i, j, 0, inner), *rest)
 
 
-@pytest.mark.quick(1, every=80)
+@pytest.mark.quick(1, every=40)
 @pytest.mark.parametrize("seed", range(120))
 @pytest.mark.parametrize("rows", [1, 2])
 def test_the_plan_is_the_best_of_all(seed, rows):

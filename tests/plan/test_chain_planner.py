@@ -254,7 +254,7 @@ def test_bad_arguments_are_refused_with_a_remedy(given, error, message):
         plan(random_chain(5, 0), **{"memory": 10**6, **given})
 
 
-@pytest.mark.quick(0)
+@pytest.mark.quick(0, every=1)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_long_chains_of_every_policy(policy):
     chain = random_chain(150, 7, scale=1000)

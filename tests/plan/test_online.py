@@ -53,6 +53,7 @@ def cost_of_ending(slots, length, held, recorded):
 
 
 @pytest.mark.parametrize("slots", [5, 100, 6, 8, 13, 19, 20, 31, 60, 300, 1000])
+@pytest.mark.quick(1, every=3)
 def test_ending_anywhere_costs_at_most_a_fifteenth_more_than_if_the_end_were_known(slots):
     """The promise is 1.15."""
     every, worst = max(1, slots // 20), 0.0

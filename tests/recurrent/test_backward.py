@@ -172,6 +172,7 @@ LENGTHS = {
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("options", [{}, OPTIONS[3], OPTIONS[4], OPTIONS[5]], ids=str)
 @pytest.mark.parametrize("given", [True, False], ids=["from a state", "from zeros"])
+@pytest.mark.quick(1, every=80)
 def test_packed_sequences(cell, way, lengths, options, given):
     skip_other_masks(way, options)
     packed = packed_by(*LENGTHS[lengths])

@@ -210,7 +210,7 @@ def check(cell, dtype, size, length, batch, gain):
             check_single(found, expected, reference, size, long or not steady)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(2, every=48)
 @pytest.mark.parametrize("cell", CELLS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("point", POINTS, ids=str)

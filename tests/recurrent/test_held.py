@@ -96,7 +96,7 @@ def run_by(means, case):
     return "in place" if means == "in place" else "loops", (means,) * case.net.num_layers
 
 
-@pytest.mark.quick(2, every=120)
+@pytest.mark.quick(2, every=60)
 @EVERY_KIND
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("chunk", [None, 3], ids=["sequential", "scan"])
@@ -175,7 +175,7 @@ def test_outputs_that_are_written_to_are_noticed(kind):
         y.sum().backward()
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, every=2)
 @EVERY_KIND
 @pytest.mark.parametrize("chunk", [None, 3], ids=["sequential", "scan"])
 def test_half_precision_is_summed_in_single(kind, chunk):
@@ -260,7 +260,7 @@ def drawn_shape(dice):
     return case, x.requires_grad_(needs), replace(plan, kept=kept), shape, peak
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(2, every=10)
 @pytest.mark.parametrize("seed", range(24))
 def test_what_is_counted_is_no_less_than_what_is_taken(seed):
     found = []
@@ -429,7 +429,7 @@ def test_marks_that_are_free_are_counted_once():
     assert 0.8 * peak <= watched(call)[1].working_bytes() <= peak
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(2, every=3)
 @pytest.mark.parametrize("more", [{}, {"bidirectional": True}, {"num_layers": 2}])
 @pytest.mark.parametrize("length", [301, 60])
 def test_gradients_within_every_budget_from_the_least_on(length, more):

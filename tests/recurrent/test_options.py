@@ -139,7 +139,7 @@ def seeded_results(setup, seed=SEED):
     return setup.results(net, x, state), torch.rand(3)
 
 
-@pytest.mark.quick(2)
+@pytest.mark.quick(2, every=8)
 @named([dropping(**row) for row in covering(DROPPING)])
 def test_dropout_gives_the_gradients_of_torchs_layers_with_the_same_masks(setup):
     print(setup)
@@ -150,7 +150,7 @@ def test_dropout_gives_the_gradients_of_torchs_layers_with_the_same_masks(setup)
     assert_results(setup, found, expected)
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, every=3)
 @pytest.mark.parametrize("length", [2, 63, pytest.param(200, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "options",

@@ -121,7 +121,7 @@ def step(net, x, starts, hx, entry, leaves, seeds):
     return y, outputs[1:], gradients(outputs, leaves, seeds)
 
 
-@pytest.mark.quick(6, every=90)
+@pytest.mark.quick(6, every=45)
 @pytest.mark.parametrize("seed", range(600))
 def test_drawn_modules_against_a_loop(seed):
     draw, net, x, hx, starts, entry, lengths = drawn(seed)

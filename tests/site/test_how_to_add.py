@@ -84,7 +84,7 @@ def test_a_walk_works_as_written(name, copy):
         assert code == 0, told
 
 
-@pytest.mark.quick(0)
+@pytest.mark.quick(0, every=1)
 @pytest.mark.parametrize("name", WALKS)
 def test_its_tests_fail_while_the_library_is_unchanged(name, copy):
     follow(WALKS[name], copy, "tests/")

@@ -55,7 +55,7 @@ def drawn_by(numbers, cheap):
     return pytest.mark.parametrize("drawn", [pytest.param(one, id=str(one)) for one in drawn])
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, every=4)
 @drawn_by(range(12), cheap=True)
 def test_the_peak_is_within_the_budget(drawn):
     check(drawn)

@@ -28,7 +28,7 @@ def working(call):
     return watched(call)[1].working_bytes()
 
 
-@pytest.mark.quick(1)
+@pytest.mark.quick(1, every=2)
 @pytest.mark.parametrize("memory", ["5%", "20%", "least"])
 @pytest.mark.parametrize("way", ["unroll", "bptt"])
 def test_a_cell_is_measured_within_the_budget_beyond_a_few_steps(memory, way):
@@ -63,6 +63,7 @@ def test_a_cell_is_measured_within_the_budget_beyond_a_few_steps(memory, way):
 @pytest.mark.parametrize("memory", ["least", "3%", "20%"])
 @pytest.mark.parametrize("layers", [1, 2])
 @pytest.mark.parametrize("kind", [rg.RNN, rg.GRU, rg.LSTM])
+@pytest.mark.quick(1, every=6)
 def test_a_module_is_measured_within_the_budget_beyond_a_few_steps(kind, layers, memory):
     x = torch.randn(200, 32, 16)
 

@@ -57,7 +57,7 @@ def check_iterations(way, count):
         gc.enable()
 
 
-@pytest.mark.quick(0)
+@pytest.mark.quick(0, every=2)
 @pytest.mark.parametrize("way", WITH_MEMORY)
 def test_iterations_of_changing_lengths_hold_no_more_than_the_first(way):
     check_iterations(way, 15)
@@ -251,7 +251,7 @@ def least_for_fragile():
     return least(lambda memory: rg.unroll(Fragile(), x, h, memory=memory))
 
 
-@pytest.mark.quick(0)
+@pytest.mark.quick(0, every=1)
 @pytest.mark.parametrize("kind", ["memory", "schedule"])
 def test_an_exception_at_any_call_of_the_cell(kind):
     asked = {"memory": least_for_fragile()} if kind == "memory" else {"schedule": rg.plan(5, 2)}
@@ -303,7 +303,7 @@ def calls_of(monkeypatch, place, name):
     return seen
 
 
-@pytest.mark.quick(0)
+@pytest.mark.quick(0, every=2)
 @pytest.mark.parametrize(
     ("way", "place", "kernel", "where"),
     [

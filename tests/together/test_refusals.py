@@ -554,7 +554,7 @@ def small_heap():
     gc.unfreeze()
 
 
-@pytest.mark.quick(2, every=20)
+@pytest.mark.quick(2, every=8)
 @pytest.mark.parametrize("number", range(40))
 def test_drawn_models_are_right_within_their_budgets_or_refused(number, small_heap):
     for share in BUDGETS[:: 2 if number % 2 else 1]:
