@@ -1,4 +1,4 @@
-"""``scan``: ``jax.lax.scan`` whose backward pass stays within a memory budget."""
+"""``scan``: ``jax.lax.scan`` whose backward pass stays within a memory budget; ``while_loop``."""
 
 import warnings
 from collections.abc import Callable
@@ -127,6 +127,45 @@ def fit(f: Callable[..., Any], init: object, xs: object = None, length: int | No
 
     jax.eval_shape(ask, init, xs)
     return fits[0]
+
+
+def while_loop(
+    cond_fun: Callable[[Carry], Any], body_fun: Callable[[Carry], Carry], init_val: Carry, *,
+    max_steps: int, memory: Memory | None = None,
+) -> Carry:  # fmt: skip
+    """Loop as ``jax.lax.while_loop`` does, with an exact gradient within ``memory``.
+
+    This is a :func:`scan` of ``max_steps`` steps. Those after the end of the loop only hand the
+    value on. Under ``jax.vmap`` they run, as in ``jax.lax.while_loop``.
+
+    Args:
+        cond_fun, body_fun, init_val: as for ``jax.lax.while_loop``.
+        max_steps: the most steps. If the condition still holds after them, all real results are
+            NaN, since no error can be raised there.
+        memory: the budget of the backward pass for ``max_steps`` steps, as for ``scan``.
+
+    Returns:
+        The first value of which the condition does not hold.
+
+    Raises:
+        BudgetError, CellError, UnitError: as in ``scan``.
+
+    Example:
+        >>> def root(a):  # by Newton's method, as many steps as it takes
+        ...     is_far = lambda x: jnp.abs(x * x - a).max() > 1e-4
+        ...     return while_loop(is_far, lambda x: (x + a / x) / 2, a, max_steps=50, memory="50%")
+        >>> bool(jnp.allclose(jax.grad(lambda a: root(a).sum())(jnp.full(64, 9.0)), 1 / 6))
+        True
+    """
+
+    def step(value: Carry, _: None) -> tuple[Carry, None]:
+        return lax.cond(cond_fun(value), body_fun, lambda value: value, value), None
+
+    init_val = jax.tree.map(jnp.asarray, init_val)
+    last, _ = scan(step, init_val, None, max_steps, memory=memory)
+    goes_on = cond_fun(last)
+    out: Carry = jax.tree.map(lambda v: jnp.where(goes_on, jnp.nan, v) if is_real(v) else v, last)
+    return out
 
 
 @dataclass(frozen=True)
