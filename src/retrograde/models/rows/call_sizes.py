@@ -265,6 +265,11 @@ class Plans:
         state = tensors_in(arguments.state)
         if is_unreal(state):
             return None
+        if any(map(is_lazy, tensors)):
+            raise NotExactError(
+                "the layers have parameters without a shape yet: expected all of them; call the "
+                "lazy model once before, with memory=None"
+            )
         refuse_transforms(used := (*state, *tensors))
         moved = {id(slot.read()) for slot in self.changing.values()}  # others in the next call
         key = arguments.kind(), options_key(modules, tensors, moved), tuple(map(id, layers))
@@ -272,11 +277,6 @@ class Plans:
             return known
         if is_unreal(tensors) or not any(t.requires_grad for t in used):
             return None
-        if any(map(is_lazy, tensors)):
-            raise NotExactError(
-                "the layers have parameters without a shape yet: expected all of them; call the "
-                "lazy model once before, with memory=None"
-            )
         refuse_sharded(modules, used)
         stay = (t for t in tensors if id(t) not in moved)
         return self.kinds.get(key, find, (*modules, *stay))
