@@ -64,9 +64,12 @@ def test_a_loop_that_does_not_begin_hands_its_value_on():
 
 
 def test_a_loop_that_does_not_end_is_nan():
-    loss, n = ours(*case(0), max_steps=2)
+    w, h = case(0)
+    run = jax.value_and_grad(ours, (0, 1), has_aux=True)
+    (loss, n), found = run(w, h, memory="100%", max_steps=2)
     assert n == 2
     assert np.isnan(loss)
+    assert all(np.isnan(g).all() for g in found)
 
 
 def test_each_sample_of_a_batch_ends_by_itself():

@@ -140,8 +140,8 @@ def while_loop(
 
     Args:
         cond_fun, body_fun, init_val: as for ``jax.lax.while_loop``.
-        max_steps: the most steps. If the condition still holds after them, all real results are
-            NaN, since no error can be raised there.
+        max_steps: the most steps. If the condition still holds after them, all real results and
+            gradients are NaN, since no error can be raised there.
         memory: the budget of the backward pass for ``max_steps`` steps, as for ``scan``.
 
     Returns:
@@ -163,9 +163,9 @@ def while_loop(
 
     init_val = jax.tree.map(jnp.asarray, init_val)
     last, _ = scan(step, init_val, None, max_steps, memory=memory)
-    goes_on = cond_fun(last)
-    out: Carry = jax.tree.map(lambda v: jnp.where(goes_on, jnp.nan, v) if is_real(v) else v, last)
-    return out
+    factor = jnp.where(cond_fun(last), jnp.nan, 1.0)  # by which gradients are multiplied too
+    ended: Carry = jax.tree.map(lambda v: v * factor if is_real(v) else v, last)
+    return ended
 
 
 @dataclass(frozen=True)

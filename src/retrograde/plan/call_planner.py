@@ -7,9 +7,9 @@ its input and its output. It may keep either; what two calls keep is held once. 
     F(i, k, m) = min over ways w:        t_w + F(i+1, k, m − x_i − h_w)               if m ≥ need_w
                , min over i+1 < j < k:   u(i, j) + F(i, j, m − x_i) + F(j, k, m − x_i)
 
-Where no group runs again, u is 0, since the calls ran in the forward pass. A group that ends at k
-would gain nothing, since nothing is held after it. The least peak ``P(i, k)`` has the same form,
-with maxima.
+Where x_i is held as bits, F(i, j, ·) begins without it. Where no group runs again, u is 0, since
+the calls ran in the forward pass. A group that ends at k would gain nothing, since nothing is held
+after it. The least peak ``P(i, k)`` has the same form, with maxima.
 
 Bytes of F are counted in levels, and those of P are exact. A plan is read from both: of the moves
 that leave enough by P, it takes the fastest by F. So levels never break a budget, and never miss

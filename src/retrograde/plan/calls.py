@@ -158,7 +158,8 @@ def _held(
 ) -> tuple[list[tuple[int, int]], int]:
     """Return what is held while each part runs forward, with its input, and while it goes back.
     The second is what is held at the end."""
-    is_held = not (grouped and calls[parts[0].start].packed_bytes)  # whether a part's input is
+    # Whether the input of a part is held already, and not as bits.
+    is_held = not (grouped and calls[parts[0].start].packed_bytes)
     by_part, held = [], 0
     for part in parts:
         call, way = calls[part.start], calls[part.start].ways[part.way]

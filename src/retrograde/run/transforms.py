@@ -78,7 +78,7 @@ def uncompiled(fn: F) -> F:
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling() and compiler_callback() is None:
-            return fn(*args, **kwargs)  # nothing compiles, and loading it takes a second
+            return fn(*args, **kwargs)  # else torch would load its compiler, and each call wait
         if not disabled:
             disabled.append(torch.compiler.disable(fn))
         return disabled[0](*args, **kwargs)

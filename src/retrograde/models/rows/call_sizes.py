@@ -6,7 +6,7 @@ of its parameters. It leaves no trace.
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -59,7 +59,6 @@ class PassMeasurements:
     units: list[Recomputable] = field(default_factory=list)
     sizes: list[CallSizes] = field(default_factory=list)
     plans: dict[int, tuple[Part, ...]] = field(default_factory=dict)  # by budget
-    rows: dict[tuple[int, int], tuple[Part, ...]] = field(default_factory=dict)  # and by row
     tied: Weights = frozenset()  # the weights that several calls have
     kept: set[int] = field(default_factory=set)  # the states that the model keeps for later
     lingers: set[tuple[int, int]] = field(default_factory=set)  # calls, and states still there
@@ -93,7 +92,6 @@ class PassMeasurements:
                 self.add(unit, sizes)
             self.settle()
             self.plans.clear()
-            self.rows.clear()
             vars(self).pop("least_bytes", None)
         grew[:] = [self.units[at].name]
 
@@ -152,17 +150,6 @@ class PassMeasurements:
                 raise too_small(memory, self.least_bytes, self)
             self.plans[memory] = fastest(self.sizes, memory)
         return self.plans[memory]
-
-    def plan_of_row(
-        self, memory: int, at: int, kinds: "Mapping[int, PassMeasurements]"
-    ) -> tuple[Part, ...]:
-        """Return a row's part of the plan of all rows, with numbers of its own."""
-        if (memory, at) not in self.rows:
-            start = sum(len(kind.sizes) for k, kind in kinds.items() if k < at)
-            stop, plan = start + len(kinds[at].sizes), self.plan(memory)
-            own = (part.moved(-start) for part in plan if start <= part.start < stop)
-            self.rows[memory, at] = tuple(own)
-        return self.rows[memory, at]
 
     def late_plan(self, room: int) -> tuple[Part, ...]:
         """Return the plan of a pass that was measured while it ran, as one group."""

@@ -2,9 +2,8 @@
 
 The first call is checked whole. Later ones check what their last node saves, and one of sixteen
 other tensors, each time others. Of a large tensor they check an eighth. A view of a weight is known
-by the weight's version, and an argument with a gradient by its own check. A kernel may write a
-tensor after it was saved, such as the noise of ``RReLU`` or a running mean. Such a tensor is looked
-at when the next node of the graph is made.
+by the weight's version. A kernel may write a tensor after it was saved, such as the noise of
+``RReLU`` or a running mean. Such a tensor is looked at when the next node of the graph is made.
 """
 
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from retrograde.replay.fingerprints import Fingerprint, fingerprint, verify
 from retrograde.torch_private import base_of, next_node
 
 _EVERY = 16
-_KNOWN = "a view of a weight, or an argument"
+_WEIGHT = "a view of a weight"
 
 
 @dataclass
@@ -69,24 +68,20 @@ class Noted(_Watched):
         self.prints: list[Fingerprint] = []
         self._group: list[int] = []  # saved by the newest node
 
-    def add(self, t: Tensor, is_argument: bool = False) -> None:
+    def add(self, t: Tensor) -> None:
         number, reruns = self.number, self.reruns
-        if is_argument:
-            self._begin()
-            self.prints.append(_KNOWN)
-            return
         if self.turn and (number + self.turn) % _EVERY and number not in reruns.last:
             if self._unwritten:
                 self._begin()
             self.number = number + 1
-            self.prints.append(_KNOWN if number in reruns.weights else None)
+            self.prints.append(_WEIGHT if number in reruns.weights else None)
             return
         self._begin()
         self._group.append(number)
         base = base_of(t)
         if base is not t and base.is_leaf and base.requires_grad:
             reruns.weights.add(number)
-            self.prints.append(_KNOWN)
+            self.prints.append(_WEIGHT)
             return
         reruns.weights.discard(number)
         self.prints.append(fingerprint(t, self.part))
@@ -114,12 +109,12 @@ class Compared(_Watched):
     def add(self, t: Tensor) -> bool:
         """Compare a tensor that is saved. Return whether it is known to be the right one."""
         then = self.noted.prints[self.number]
-        if (then is None or then is _KNOWN) and not self._unwritten:
+        if (then is None or then is _WEIGHT) and not self._unwritten:
             self.number += 1
-            return then is _KNOWN
+            return then is _WEIGHT
         number = self._begin()
-        if then is None or then is _KNOWN:
-            return then is _KNOWN
+        if then is None or then is _WEIGHT:
+            return then is _WEIGHT
         if not self.noted.reruns.final.get(number):
             self._unwritten.append((number, t.detach()))
             return False

@@ -7,6 +7,7 @@ all of them.
 
 import threading
 import warnings
+from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -117,7 +118,13 @@ class JointPlan:
         kinds, whole = self._known.get(_first(now), ({}, None))
         plan, share = None, self.shares[at] if at < len(self.rows) else 0
         if whole is not None and kinds.get(at) is measurements:
-            plan = whole.plan_of_row(self.memory, at, kinds)
+            start = sum(len(earlier.sizes) for k, earlier in kinds.items() if k < at)
+            whole_plan = whole.plan(self.memory)
+            first_part, stop_part = (
+                bisect_left(whole_plan, n, key=lambda part: part.start)
+                for n in (start, start + len(measurements.sizes))
+            )
+            plan = tuple(part.moved(-start) for part in whole_plan[first_part:stop_part])
         elif whole is None and measurements.is_measured and share >= measurements.least_bytes:
             plan = measurements.plan(share)
         now[at] = measurements, plan

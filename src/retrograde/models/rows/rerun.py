@@ -149,7 +149,7 @@ class RecomputedCall:
         saved = Placeholder(self)
         self.saved.append(ref(saved))
         self.forms.append((t.shape, t.dtype))
-        self.noted.add(t, t.requires_grad and id(t) in ours)
+        self.noted.add(t)
         return saved
 
     def hide(self, made: Sequence[Tensor | None]) -> None:
