@@ -59,6 +59,7 @@ def _noted(model: nn.Module, sample: object, fill: float | None = None) -> tuple
         before = random.getstate(), numpy()[2]
         with Filling(fill) as watch, noted(model) as top:
             run_model(model, sample)
+        torch.clear_autocast_cache()  # older torch would use its casts, which have no gradient
         python = before != (random.getstate(), numpy()[2])
         leaves = [slot for slot, *_ in values.changed()]
         return CallOrder(top, fill, leaves), watch.drawn > 0 or python
